@@ -1,0 +1,222 @@
+"""Checkpoint folders: published whole or not at all, found, verified, retired, and a run resumed from them.
+
+    RUN/checkpoints/step-00000200/    complete: a folder gets this name only after everything in it is on disk
+        __0_0.distcp ... .metadata    model and optimizer shards, written by torch.distributed.checkpoint
+        meta.pt                       progress: step, samples, tokens, RNG states
+        manifest.json                 what the checkpoint is of, and size and sha256 of every other file
+    RUN/checkpoints/.step-00000200.partial/   a save that has not ended; it never counts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+MANIFEST = "manifest.json"
+FORMAT = "fabric-llama checkpoint"
+VERSION = 1
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def save(
+    fabric: Fabric,
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    progress: dict[str, Any],
+    described: dict[str, Any],
+) -> Path:
+    """Save a checkpoint and publish it as ``folder/step-NNNNNNNN``; called by all ranks together.
+
+    Args:
+        folder: the run's checkpoint folder.
+        progress: plain values; ``progress["step"]`` names the checkpoint. RNG states are added.
+        described: what the manifest says the checkpoint is of (model, data, mesh); ``load`` callers compare it.
+
+    Returns:
+        The published folder.
+    """
+    folder = Path(folder)
+    final = folder / f"step-{progress['step']:08d}"
+    partial = folder / f".{final.name}.partial"
+    if fabric.is_global_zero:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that died in the middle of this same save
+        folder.mkdir(parents=True, exist_ok=True)
+    state = {"model": model, "optimizer": optimizer, "progress": {**progress, "rng": _all_rng_states()}}
+    fabric.barrier()
+    fabric.save(partial, state)  # ends with a barrier: every shard is written
+    if fabric.is_global_zero:
+        files = {
+            str(path.relative_to(partial)): {"size": path.stat().st_size, "sha256": _sha256(path)}
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        }
+        head = {"format": FORMAT, "version": VERSION, "step": progress["step"], "tokens": progress["tokens"]}
+        _write_json(partial / MANIFEST, {**head, **described, "files": files})
+        for path in partial.rglob("*"):
+            _sync(path)
+        _sync(partial)
+        if final.exists():  # the same step again, after a resume from an earlier one
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(folder)
+    fabric.barrier()
+    return final
+
+
+def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Load a checkpoint of any mesh into a sharded model and its optimizer; called by all ranks together.
+
+    Hyperparameters of the optimizer (learning rate, decay, betas) stay those of the optimizer given: a new
+    configuration holds. RNG states are restored where the number of ranks is that of the save.
+
+    Returns:
+        The ``progress`` that was saved, without the RNG states.
+    """
+    configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "progress": {}}
+    fabric.load(path, state, weights_only=True)
+    for group, values in zip(optimizer.param_groups, configured, strict=True):
+        group.update(values)
+    progress = state["progress"]
+    states = progress.pop("rng")
+    if len(states) == fabric.world_size:
+        _set_rng_state(states[fabric.global_rank])
+    return progress
+
+
+def steps(folder: str | Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints of a folder as (step, path), oldest first; anything else in it is passed over."""
+    found = []
+    for path in Path(folder).glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (path / MANIFEST).is_file():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint of a run's checkpoint folder, or None."""
+    found = steps(folder)
+    return found[-1][1] if found else None
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """A checkpoint's manifest.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint at that path.
+        ValueError: the manifest is damaged, or of another program or version.
+    """
+    file = Path(path) / MANIFEST
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} is not a complete checkpoint: it holds no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text())
+        found = manifest["format"], manifest["version"]
+        _ = manifest["step"], manifest["files"].items()
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{file} is damaged: {type(e).__name__} {e}") from None
+    if found != (FORMAT, VERSION):
+        raise ValueError(f"{file} says format {found[0]!r}, version {found[1]}; this program reads {FORMAT!r}, {VERSION}")
+    return manifest
+
+
+def verify(path: str | Path) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its manifest, and return the manifest.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint, or a file is missing.
+        ValueError: the manifest or a file is damaged; the message names the file and both values.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing; the manifest names it")
+        if file.stat().st_size != expected["size"]:
+            raise ValueError(
+                f"{file} is damaged: it has {file.stat().st_size:,} bytes, the manifest says {expected['size']:,}"
+            )
+        found = _sha256(file)
+        if found != expected["sha256"]:
+            raise ValueError(f"{file} is damaged: sha256 {found[:12]}..., manifest {expected['sha256'][:12]}...")
+    return manifest
+
+
+def retire(folder: str | Path, keep_last: int, keep_every: int, source: Path | None = None) -> None:
+    """Delete checkpoints that are no longer wanted; called by one process.
+
+    Args:
+        keep_last: how many of the newest to keep; -1 keeps all.
+        keep_every: steps that are multiples of it stay for good; 0: none.
+        source: a checkpoint that the run was resumed from; it stays too.
+    """
+    if keep_last < 0:
+        return
+    for step, path in steps(folder)[: -keep_last or None]:
+        if (keep_every and step % keep_every == 0) or path == source:
+            continue
+        doomed = path.with_name(f".{path.name}.deleted")  # never half a folder under a complete one's name
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _all_rng_states() -> list[dict[str, Any]]:
+    """Every rank's generators as plain values and tensors, which `torch.load(weights_only=True)` reads."""
+    numpy_state = np.random.get_state()
+    own = {
+        "python": random.getstate(),
+        "numpy": [numpy_state[0], numpy_state[1].tolist(), *map(float, numpy_state[2:])],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state().cpu() if torch.cuda.is_available() else None,
+    }
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, own)
+    return states
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), int(position), int(has_gauss), cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _sync(path: Path) -> None:
+    """Force a file or a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,161 @@
+"""A token folder: ids as fixed-width little-endian integers in memory-mapped files, described by an index.json.
+
+    index.json            format, version, dtype, vocab_size, tokenizer, special ids, and for each split its shards
+                          (file, tokens, sha256), documents and bytes of text
+    train-00000.bin ...   the ids of one split, one document after the other, each between its two special ids
+    validation-00000.bin  held-out documents
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORED = -100  # a label that is not trained on, PyTorch's own default
+FORMAT = "fabric-llama tokens"
+VERSION = 1
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_HASH_UP_TO = 256 * 2**20  # bytes of shards whose checksums are compared at every start
+
+
+class TokenDataset(Dataset):
+    """Windows of a split: item i is (inputs, labels), each (S,) int64, labels the inputs moved on by one token.
+
+    N tokens hold floor((N - 1) / S) windows of length S; windows do not overlap, apart from the last label of one being
+    the first input of the next.
+
+    Args:
+        folder: made by ``data.prepare_documents``.
+        sequence_length: S, in tokens.
+        split: "train" or "validation".
+
+    Raises:
+        FileNotFoundError: the folder or a shard is missing.
+        ValueError: the folder is not a token folder, is damaged, of a later version, or shorter than one window.
+    """
+
+    def __init__(self, folder: str | Path, sequence_length: int, split: str = "train") -> None:
+        self.folder = Path(folder)
+        self.sequence_length = sequence_length
+        self.split = split
+        self.index = read_index(self.folder)
+        described = self.index["splits"][split]
+        self.text_bytes: int = described["text_bytes"]
+        dtype = DTYPES[self.index["dtype"]]
+        self._shards = [np.memmap(self.folder / shard["file"], dtype, "r") for shard in described["shards"]]
+        self._starts = [0]  # position of each shard's first token, and the end
+        for shard in self._shards:
+            self._starts.append(self._starts[-1] + len(shard))
+        if len(self) < 1:
+            raise ValueError(
+                f"{self.folder} holds {self.tokens:,} tokens in split '{split}', too few for one sequence of "
+                f"{sequence_length} and its next token; use a shorter --data.sequence_length or more text"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the split."""
+        return self._starts[-1]
+
+    def __len__(self) -> int:
+        return max(0, self.tokens - 1) // self.sequence_length
+
+    def __getitem__(self, window: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= window < len(self):
+            raise IndexError(f"window {window} of {len(self)}")
+        start = window * self.sequence_length
+        tokens = torch.from_numpy(self._read(start, start + self.sequence_length + 1).astype(np.int64))
+        highest = int(tokens.max())
+        if highest >= self.index["vocab_size"]:
+            position = start + int(tokens.argmax())
+            raise ValueError(
+                f"{self.folder}: token {position:,} of split '{self.split}' is {highest}, outside the vocabulary of "
+                f"{self.index['vocab_size']}; the folder is damaged or its dtype is not {self.index['dtype']}"
+            )
+        return tokens[:-1], tokens[1:]
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        parts = []
+        while start < stop:
+            shard = bisect.bisect_right(self._starts, start) - 1
+            offset = start - self._starts[shard]
+            parts.append(self._shards[shard][offset : offset + stop - start])
+            start += len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class RandomTokens(Dataset):
+    """Seeded random tokens, as Lightning's tensor-parallel example trains on: item i is a pure function of (seed, i)."""
+
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, windows: int = 2**40) -> None:
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return self.windows
+
+    def __getitem__(self, window: int) -> tuple[Tensor, Tensor]:
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, window]))
+        tokens = torch.from_numpy(generator.integers(0, self.vocab_size, self.sequence_length + 1, dtype=np.int64))
+        return tokens[:-1], tokens[1:]
+
+
+def read_index(folder: Path) -> dict:
+    """The folder's index, its shards' sizes compared with it, and their checksums too where that takes no time.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``TokenDataset``.
+    """
+    path = folder / "index.json"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no token folder at {folder}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is not a complete token folder: it holds no index.json")
+    try:
+        index = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is damaged: {e}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the index of a token folder: its format is not '{FORMAT}'")
+    if index.get("version") != VERSION:
+        raise ValueError(f"{path} is of version {index.get('version')}; this program reads version {VERSION}")
+    try:
+        shards = [shard for split in index["splits"].values() for shard in split["shards"]]
+        width = DTYPES[index["dtype"]].itemsize
+        total = width * sum(shard["tokens"] for shard in shards)
+        for shard in shards:
+            _check_shard(folder / shard["file"], shard["tokens"] * width, shard["sha256"], total <= _HASH_UP_TO)
+        _ = index["vocab_size"], index["tokenizer"], index["splits"]["train"], index["splits"]["validation"]
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} is damaged: {type(e).__name__} {e}") from None
+    return index
+
+
+def _check_shard(path: Path, size: int, sha256: str, compare_hash: bool) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; index.json names it")
+    if path.stat().st_size != size:
+        raise ValueError(f"{path} is damaged: it has {path.stat().st_size:,} bytes, index.json says {size:,}")
+    if compare_hash:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()  # at most _HASH_UP_TO bytes
+        if found != sha256:
+            raise ValueError(f"{path} is damaged: its sha256 is {found[:12]}..., index.json says {sha256[:12]}...")
+
+
+def fingerprint(index: dict) -> str:
+    """What the tokens are, as 16 hex digits: a digest of every shard's checksum, the tokenizer and the dtype."""
+    described = {
+        "dtype": index["dtype"],
+        "tokenizer": index["tokenizer"],
+        "shards": {name: [s["sha256"] for s in split["shards"]] for name, split in index["splits"].items()},
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]

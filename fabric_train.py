@@ -1,0 +1,758 @@
+"""Train a Llama on any mesh with Lightning Fabric: the options, the loop, validation, and the program around them.
+
+    fabric run fabric_train.py --devices 4        # four processes, CPU or GPU
+    python fabric_train.py                        # one process, what a debugger steps through
+    torchrun --nproc-per-node 4 fabric_train.py
+"""
+
+import csv
+import difflib
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.data import DataLoader, Dataset
+
+import checkpoints
+from data import (
+    IGNORED,
+    RandomTokens,
+    RankBatches,
+    Shuffled,
+    TokenDataset,
+    default_folder,
+    fingerprint,
+    load_tokenizer,
+    prepare_default,
+)
+from llama import PRESETS, Llama, LlamaConfig, init_weights
+from llama.generate import sample_ids
+from parallel import Layout, check_precision, choose_layout, parallelize, plain, write_shard
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+METRICS = (
+    "step", "tokens", "loss", "grad_norm", "lr", "seconds", "tokens_per_second",
+    "mfu", "memory_gib", "validation_loss", "validation_bits_per_byte",
+)  # fmt: skip
+# Dense bf16 matrix FLOP/s by the name that torch gives the device. Sources: NVIDIA's data sheets of each chip.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+}
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Data: which text, and how it is cut into batches"""
+
+    path: str | None = None
+    """token folder, or `random` for seeded random tokens (default: the Python standard library's source, as bytes)"""
+    sequence_length: int = 256
+    """tokens a sequence"""
+    global_batch_size: int = 16
+    """sequences an optimizer step, over the whole mesh"""
+    micro_batch_size: int | None = None
+    """sequences a device runs at once; gradient accumulation follows (default: its whole share)"""
+    workers: int = 0
+    """loader worker processes of each rank"""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Optimizer: AdamW, its schedule, and clipping"""
+
+    lr: float = 4e-3
+    """peak learning rate"""
+    min_lr: float = 0.0
+    """learning rate at the end of the schedule"""
+    warmup_steps: int = 20
+    """steps of linear warm-up"""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """shape after warm-up"""
+    decay_steps: int | None = None
+    """step at which min_lr is reached (default: --steps)"""
+    weight_decay: float = 0.1
+    """decoupled weight decay of matrices; norm weights have none"""
+    beta1: float = 0.9
+    """decay of the first moment"""
+    beta2: float = 0.95
+    """decay of the second moment"""
+    eps: float = 1e-8
+    """added to the root of the second moment"""
+    clip_norm: float = 1.0
+    """largest global gradient norm; 0: no clipping"""
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Parallel: how the devices are used"""
+
+    data: int | Literal["auto", "node"] = "auto"
+    """data-parallel size; auto: what tensor leaves; node: the number of nodes"""
+    tensor: int | Literal["auto", "node"] = "auto"
+    """tensor-parallel size; auto: 2 where a node's device count is even, else 1; node: the devices of a node"""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """activation checkpointing of each block"""
+    compile: bool = False
+    """torch.compile each block"""
+    timeout_seconds: int = 1800
+    """collective time-out"""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Checkpoints: how often, and how many to keep"""
+
+    every: int = 100
+    """steps between saves; the last step is always saved; 0: only the last"""
+    keep_last: int = 2
+    """how many of the newest to keep; -1: all"""
+    keep_every: int = 0
+    """multiples of this step are kept for good; 0: none"""
+
+
+@dataclass(frozen=True)
+class ValidateOptions:
+    """Validate: loss and bits per byte on held-out text"""
+
+    every: int = 100
+    """steps between validations; 0: never"""
+    sequences: int = 64
+    """held-out sequences, the same ones each time"""
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Log: what is shown"""
+
+    every: int = 10
+    """steps a line in the terminal and a row in metrics.csv"""
+    samples_every: int = 0
+    """steps between text samples; 0: one at the end"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run"""
+
+    model: str = "tiny"
+    """preset, or a folder with a Hugging Face config.json"""
+    steps: int = 300
+    """optimizer steps to reach"""
+    seed: int = 0
+    """seed of the weights and of the data order"""
+    out: str = "runs/tiny"
+    """run folder"""
+    resume: str = "auto"
+    """auto: newest checkpoint of --out, else a fresh start; never: error if the folder is in use; or a checkpoint"""
+    data: DataOptions = field(default_factory=DataOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    validate: ValidateOptions = field(default_factory=ValidateOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+
+def train(
+    fabric: "Fabric",
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    training: Dataset,
+    held_out: TokenDataset | None,
+    layout: Layout,
+    options: Options,
+    progress: dict[str, int],
+    described: dict[str, Any],
+) -> None:
+    """The loop. Every rank runs it; `progress` holds step, samples and tokens done so far and is moved on.
+
+    `training` is indexed by global sample and gives (inputs, labels), each (S,) int64; `described` goes into every
+    checkpoint's manifest.
+    """
+    data_axis = fabric.strategy.device_mesh["data_parallel"]
+    order = RankBatches(
+        progress["samples"], options.data.global_batch_size, layout.micro_batch, data_axis.get_local_rank(), layout.data
+    )
+    loader = DataLoader(
+        training, batch_sampler=order, num_workers=options.data.workers, pin_memory=fabric.device.type == "cuda"
+    )
+    micro_batches = iter(fabric.setup_dataloaders(loader, use_distributed_sampler=False))
+    clock, logged_step = time.perf_counter(), progress["step"]
+
+    for step in range(progress["step"] + 1, options.steps + 1):
+        batch = [next(micro_batches) for _ in range(layout.accumulation)]  # each (inputs, labels), (B, S) int64
+
+        # The loss is the mean over the valid tokens of the whole step: a sum over micro-batches and the data axis.
+        valid_tokens = sum((labels != IGNORED).sum() for _, labels in batch)
+        valid_tokens = fabric.all_reduce(valid_tokens, group=data_axis.get_group(), reduce_op="sum").clamp(min=1)
+        step_loss = torch.zeros((), device=fabric.device)
+        for i, (inputs, labels) in enumerate(batch):
+            last = i == len(batch) - 1
+            with fabric.no_backward_sync(model, enabled=not last):
+                logits = model(inputs)  # (B, S, V); under tp a DTensor, sharded over V
+                with loss_parallel():  # works for plain logits too; backward belongs inside
+                    loss = token_loss_sum(logits, labels) / valid_tokens
+                    fabric.backward(loss)
+            step_loss += plain(loss.detach())
+
+        lr = learning_rate(step, options.optimizer, options.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        max_norm = options.optimizer.clip_norm or math.inf
+        grad_norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        progress["step"] = step
+        progress["samples"] += options.data.global_batch_size
+        progress["tokens"] += options.data.global_batch_size * options.data.sequence_length
+
+        validating = options.validate.every > 0 and held_out and due(step, options.validate.every, options.steps)
+        if step == 1 or validating or due(step, options.log.every, options.steps):
+            step_loss = fabric.all_reduce(step_loss, group=data_axis.get_group(), reduce_op="sum")
+            metrics = {"loss": step_loss.item(), "grad_norm": plain(grad_norm).item(), "lr": lr}  # host sync
+            metrics |= speed(fabric, model.config, options, step - logged_step, time.perf_counter() - clock)
+            if validating:
+                metrics |= validate(fabric, model, held_out, layout, options.validate.sequences)
+            report(fabric, options, {**progress, **metrics})
+            clock, logged_step = time.perf_counter(), step  # what follows the line does not count as training time
+
+        if due(step, options.checkpoints.every, options.steps):
+            save_checkpoint(fabric, model, optimizer, options, progress, described)
+            clock, logged_step = time.perf_counter(), step
+
+        if held_out and due(step, options.log.samples_every, options.steps):
+            write_sample(fabric, model, held_out, layout, Path(options.out) / "samples.md", step)
+            clock, logged_step = time.perf_counter(), step
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the tokens' cross-entropies in nats, in fp32; labels of IGNORED count nothing.
+
+    Args:
+        logits: (B, S, V), plain, or a DTensor sharded over V inside ``loss_parallel``.
+        labels: (B, S) int64.
+    """
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
+
+
+def learning_rate(step: int, options: OptimizerOptions, steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 1: a pure function, there is no scheduler to save.
+
+    With W = warmup_steps, D = decay_steps (or --steps), p = (step - W) / (D - W):
+
+    =================  ===========================================================
+    step <= W          lr * step / W
+    step >= D          min_lr (`constant`: lr)
+    cosine             min_lr + (lr - min_lr) * (1 + cos(pi p)) / 2
+    linear             min_lr + (lr - min_lr) * (1 - p)
+    wsd                lr up to p = 0.8, then linear to min_lr at p = 1
+    constant           lr
+    =================  ===========================================================
+
+    Sources: cosine arXiv 1608.03983, wsd (warm-up, stable, decay) arXiv 2404.06395.
+    """
+    lr, min_lr, warmup = options.lr, options.min_lr, options.warmup_steps
+    end = steps if options.decay_steps is None else options.decay_steps
+    if step <= warmup:
+        return lr * step / warmup
+    if options.schedule == "constant":
+        return lr
+    if step >= end:
+        return min_lr
+    p = (step - warmup) / (end - warmup)
+    if options.schedule == "cosine":
+        return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * p)) / 2
+    remaining = 1 - p if options.schedule == "linear" else min(1.0, (1 - p) / 0.2)
+    return min_lr + (lr - min_lr) * remaining
+
+
+@torch.no_grad()
+def validate(
+    fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, sequences: int
+) -> dict[str, float]:
+    """Mean loss in nats a token, and bits a byte of text, over the first `sequences` held-out windows.
+
+    Every mesh sums over the same windows: those that do not fill a batch are filled up with ignored labels.
+    """
+    data_axis = fabric.strategy.device_mesh["data_parallel"]
+    rank, micro = data_axis.get_local_rank(), layout.micro_batch
+    sequences = min(sequences, len(held_out))
+    total = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # nats, tokens
+    for first in range(rank * micro, -(-sequences // (micro * layout.data)) * micro * layout.data, micro * layout.data):
+        rows = [held_out[min(window, sequences - 1)] for window in range(first, first + micro)]
+        inputs, labels = (torch.stack(column) for column in zip(*rows, strict=True))
+        labels[max(0, sequences - first) :] = IGNORED
+        inputs, labels = inputs.to(fabric.device), labels.to(fabric.device)
+        with loss_parallel():
+            total[0] += plain(token_loss_sum(model(inputs), labels))
+        total[1] += (labels != IGNORED).sum()
+    nats, tokens = fabric.all_reduce(total, group=data_axis.get_group(), reduce_op="sum").tolist()
+    bits_per_byte = nats / tokens / math.log(2) * held_out.tokens / held_out.text_bytes
+    return {"validation_loss": nats / tokens, "validation_bits_per_byte": bits_per_byte}
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something done every `every` steps (0: only at the end) is due at `step`."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def speed(fabric: "Fabric", config: LlamaConfig, options: Options, steps: int, seconds: float) -> dict[str, float]:
+    """Seconds a step, tokens a second over the whole mesh, and where known MFU and the peak memory of this device.
+
+    MFU counts ``LlamaConfig.flops_per_token`` against the dense bf16 peak in ``PEAK_FLOPS``.
+    """
+    if not steps:
+        return {}
+    tokens_per_second = steps * options.data.global_batch_size * options.data.sequence_length / seconds
+    metrics = {"seconds": seconds / steps, "tokens_per_second": tokens_per_second}
+    if fabric.device.type == "cuda":
+        metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
+        if peak:
+            flops = tokens_per_second * config.flops_per_token(options.data.sequence_length)
+            metrics["mfu"] = flops / (peak * fabric.world_size)
+    return metrics
+
+
+def report(fabric: "Fabric", options: Options, metrics: dict[str, float]) -> None:
+    """One line in the terminal and one row in metrics.csv, by rank 0."""
+    if not fabric.is_global_zero:
+        return
+    with (Path(options.out) / "metrics.csv").open("a", newline="") as file:
+        csv.DictWriter(file, METRICS, extrasaction="ignore").writerow(metrics)
+    step = int(metrics["step"])
+    line = f"step {step:>{len(str(options.steps))}}/{options.steps}  loss {metrics['loss']:.4f}"
+    line += f"  grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}"
+    if "seconds" in metrics:
+        eta = timedelta(seconds=round((options.steps - step) * metrics["seconds"]))
+        line += f"  {metrics['tokens_per_second']:,.0f} tokens/s"
+        line += f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
+        line += f"  {metrics['memory_gib']:.1f} GiB" if "memory_gib" in metrics else ""
+        line += f"  ETA {eta}"
+    if "validation_loss" in metrics:
+        line += f"  | held out: {metrics['validation_loss']:.4f} nats a token, "
+        line += f"{metrics['validation_bits_per_byte']:.3f} bits a byte"
+    print(line, flush=True)
+
+
+@torch.no_grad()
+def write_sample(
+    fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, path: Path, step: int, show: bool = False
+) -> None:
+    """Let the live sharded model go on from a held-out beginning; all ranks run it, rank 0 appends it to `path`."""
+    tokenizer = load_tokenizer(held_out.index["tokenizer"])
+    prompt = held_out[0][0][:32].tolist()
+    context = min(held_out.sequence_length, -(-160 // layout.tensor) * layout.tensor)
+    with torch.compiler.set_stance("force_eager"):  # another shape than training's: not worth compiling for
+        ids = sample_ids(
+            lambda tokens: plain(model(tokens)),
+            prompt,
+            new_tokens=128,
+            context=context,
+            vocab_size=tokenizer.vocab_size,
+            device=fabric.device,
+        )
+    if fabric.is_global_zero:
+        beginning, text = tokenizer.decode(prompt), tokenizer.decode(ids)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"## Step {step}\n\n```text\n{beginning}|{text}\n```\n\n")
+        if show:
+            print(f"\nThe model goes on from {beginning!r}:\n\n{beginning}{text}\n", flush=True)
+
+
+def save_checkpoint(
+    fabric: "Fabric",
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    progress: dict[str, int],
+    described: dict[str, Any],
+) -> None:
+    """Publish a checkpoint of this step, then retire old ones."""
+    folder = Path(options.out) / "checkpoints"
+    checkpoints.save(fabric, folder, model, optimizer, progress, described)
+    if fabric.is_global_zero:
+        checkpoints.retire(folder, options.checkpoints.keep_last, options.checkpoints.keep_every)
+
+
+def plot_loss(metrics_file: Path, picture: Path) -> None:
+    """Draw the losses of metrics.csv over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen needed
+    from matplotlib import pyplot
+
+    with metrics_file.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for column, label, style in (("loss", "training", "-"), ("validation_loss", "held out", "o-")):
+        points = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+def begin_metrics(path: Path, step: int) -> None:
+    """Make metrics.csv ready for rows after `step`: a header, and of an earlier run only the rows up to that step."""
+    rows = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["step"] and int(row["step"]) <= step]
+    fresh = path.with_name(".metrics.csv.partial")
+    with fresh.open("w", newline="") as file:
+        writer = csv.DictWriter(file, METRICS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    fresh.replace(path)
+
+
+def make_optimizer(model: Llama, options: OptimizerOptions) -> torch.optim.AdamW:
+    """Fused AdamW (arXiv 1711.05101); weight decay for matrices only, not for the norms' vectors."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    # fused: no temporaries of the size of the parameters, unlike foreach
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
+
+
+def check_options(options: Options) -> None:
+    """Refuse numbers that cannot be meant; what depends on the model or the devices is checked in parallel/layout.py.
+
+    Raises:
+        ValueError: with the option, its value and what it takes.
+    """
+    at_least = {
+        "steps": (options.steps, 1),
+        "data.sequence_length": (options.data.sequence_length, 1),
+        "data.workers": (options.data.workers, 0),
+        "optimizer.warmup_steps": (options.optimizer.warmup_steps, 0),
+        "optimizer.clip_norm": (options.optimizer.clip_norm, 0),
+        "optimizer.lr": (options.optimizer.lr, 0),
+        "parallel.timeout_seconds": (options.parallel.timeout_seconds, 1),
+        "checkpoints.every": (options.checkpoints.every, 0),
+        "checkpoints.keep_last": (options.checkpoints.keep_last, -1),
+        "checkpoints.keep_every": (options.checkpoints.keep_every, 0),
+        "validate.every": (options.validate.every, 0),
+        "validate.sequences": (options.validate.sequences, 1),
+        "log.every": (options.log.every, 1),
+        "log.samples_every": (options.log.samples_every, 0),
+    }
+    for option, (value, least) in at_least.items():
+        if not value >= least:  # also refuses NaN
+            raise ValueError(f"--{option} is {value}; it takes a number of at least {least}")
+    if options.checkpoints.keep_last == 0:
+        raise ValueError("--checkpoints.keep_last is 0, which would delete every checkpoint; it takes 1 or more, or -1")
+    decay = options.steps if options.optimizer.decay_steps is None else options.optimizer.decay_steps
+    if options.optimizer.schedule != "constant" and decay < options.optimizer.warmup_steps:
+        raise ValueError(
+            f"the schedule ends at step {decay} (--optimizer.decay_steps, or --steps) before its warm-up of "
+            f"{options.optimizer.warmup_steps} steps (--optimizer.warmup_steps) does"
+        )
+
+
+def find_config(model: str) -> LlamaConfig:
+    """The config of a preset or of a folder with a Hugging Face config.json.
+
+    Raises:
+        ValueError, FileNotFoundError: it is neither, or describes another kind of model.
+    """
+    if model in PRESETS:
+        return LlamaConfig.preset(model)
+    if Path(model).is_dir():
+        return LlamaConfig.from_hf(model)
+    raise ValueError(f"--model {model} is neither a folder nor one of the presets {', '.join(PRESETS)}")
+
+
+def open_data(fabric: "Fabric", options: Options, config: LlamaConfig) -> tuple[Dataset, TokenDataset | None, str]:
+    """The training data by global sample, the held-out data (None for random tokens), and the data's fingerprint.
+
+    Raises:
+        ValueError, FileNotFoundError: the token folder is missing, damaged, or of a larger vocabulary than the model's.
+    """
+    length = options.data.sequence_length
+    if options.data.path == "random":
+        random_tokens = RandomTokens(config.vocab_size, length, options.seed)
+        return Shuffled(random_tokens, options.seed), None, f"random-{config.vocab_size}"
+    if options.data.path is None and fabric.local_rank == 0:
+        prepare_default()
+    fabric.barrier()
+    folder = Path(options.data.path or default_folder())
+    training, held_out = TokenDataset(folder, length), TokenDataset(folder, length, "validation")
+    if training.index["vocab_size"] > config.vocab_size:
+        raise ValueError(
+            f"{folder} holds ids of a vocabulary of {training.index['vocab_size']:,}, but model {options.model} has "
+            f"{config.vocab_size:,}; choose a model with a vocabulary at least as large, or prepare the text anew"
+        )
+    return Shuffled(training, options.seed), held_out, fingerprint(training.index)
+
+
+def find_checkpoint(fabric: "Fabric", options: Options) -> Path | None:
+    """The checkpoint that the run goes on from, found by rank 0 for all; None for a fresh start.
+
+    Raises:
+        ValueError, FileNotFoundError: the folder is in use, or the checkpoint is missing or damaged.
+    """
+    problem, path = None, None
+    if fabric.is_global_zero:
+        out = Path(options.out)
+        try:
+            if options.resume == "never" and (out / "metrics.csv").exists():
+                raise ValueError(
+                    f"--resume never, but the run folder {out} is in use (it holds a metrics.csv); choose another "
+                    "folder with --out, or go on from its newest checkpoint with --resume auto"
+                )
+            if options.resume == "auto":
+                path = checkpoints.latest(out / "checkpoints")
+            elif options.resume != "never":
+                path = Path(options.resume)
+            if path is not None:
+                checkpoints.verify(path)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problem, path = fabric.broadcast((problem, path))
+    if problem:
+        raise ValueError(problem)
+    return path
+
+
+def describe(options: Options, config: LlamaConfig, layout: Layout, data_fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint is of: goes into its manifest, and is compared with the run that resumes from it."""
+    return {
+        "model": config.to_dict(),
+        "data": {
+            "fingerprint": data_fingerprint,
+            "sequence_length": options.data.sequence_length,
+            "seed": options.seed,
+        },
+        "mesh": {"data": layout.data, "tensor": layout.tensor},
+        "options": asdict(options),
+    }
+
+
+def check_resume(path: Path, described: dict[str, Any]) -> int:
+    """Compare a checkpoint with the run that is to go on from it, and return its step.
+
+    Raises:
+        ValueError: it is of another model or other data; both values are named.
+    """
+    manifest = checkpoints.read_manifest(path)
+    for kind in ("model", "data"):
+        saved, now = manifest[kind], described[kind]
+        differing = [f"{key} is {saved.get(key)} there, {now.get(key)} here" for key in now if saved.get(key) != now[key]]
+        if differing:
+            raise ValueError(
+                f"{path} is a checkpoint of another {kind}: {'; '.join(differing)}; repeat its options, or start anew "
+                "in another folder with --out"
+            )
+    return manifest["step"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, check, launch, build, train: the program."""
+    try:
+        options, resolved = parse(sys.argv[1:] if arguments is None else arguments)
+        check_options(options)
+        config = find_config(options.model)
+        accelerator = os.environ.get("LT_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+        precision = check_precision(os.environ.get("LT_PRECISION") or ("bf16-mixed" if on_gpu else "32-true"))
+        devices = int(os.environ.get("WORLD_SIZE", 1))  # set by fabric run and torchrun
+        devices_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+        layout = choose_layout(
+            config,
+            devices=devices,
+            devices_per_node=devices_per_node,
+            data=options.parallel.data,
+            tensor=options.parallel.tensor,
+            sequence_length=options.data.sequence_length,
+            global_batch=options.data.global_batch_size,
+            micro_batch=options.data.micro_batch_size,
+        )
+    except (ValueError, OSError) as error:
+        refuse(error)
+
+    from lightning.fabric import Fabric  # after the checks: its import takes seconds, which --help need not wait for
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def cut(model: Llama, mesh: dist.DeviceMesh) -> Llama:
+        """Shard the empty model, then give each rank memory and weights for its part alone."""
+        recompute, compile = options.parallel.recompute, options.parallel.compile
+        parallelize(model, mesh, precision=precision, recompute=recompute, compile=compile)
+        model.to_empty(device=fabric.device)
+        init_weights(model, options.seed, write_shard)
+        return model
+
+    strategy = ModelParallelStrategy(
+        parallelize_fn=cut,
+        data_parallel_size=layout.data,
+        tensor_parallel_size=layout.tensor,
+        timeout=timedelta(seconds=options.parallel.timeout_seconds),
+    )
+    if os.environ.get("LT_CLI_USED"):  # fabric run: it has set all else, and its processes are launched already
+        fabric = Fabric(strategy=strategy)
+    else:
+        nodes = devices // devices_per_node
+        fabric = Fabric(
+            accelerator=accelerator, strategy=strategy, devices=devices_per_node, num_nodes=nodes, precision=precision
+        )
+        fabric.launch()
+
+    try:
+        training, held_out, data_fingerprint = open_data(fabric, options, config)
+        described = describe(options, config, layout, data_fingerprint)
+        checkpoint = find_checkpoint(fabric, options)
+        done = check_resume(checkpoint, described) if checkpoint else 0
+    except (ValueError, OSError) as error:
+        refuse(error)
+
+    if done >= options.steps:
+        fabric.print(
+            f"{options.out} has already reached step {done} of {options.steps}. To go on: --steps {2 * done}. To train "
+            "anew: --out with another folder (and --resume never, to be sure that nothing is continued)."
+        )
+    else:
+        out = Path(options.out)
+        if fabric.is_global_zero:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "config.yaml").write_text(resolved)
+            begin_metrics(out / "metrics.csv", done)
+        with fabric.init_module(empty_init=True):
+            model = Llama(config)
+        model = fabric.setup(model)
+        optimizer = fabric.setup_optimizers(make_optimizer(model, options.optimizer))
+        progress = {"step": 0, "samples": 0, "tokens": 0}
+        if checkpoint:
+            progress = checkpoints.load(fabric, checkpoint, model, optimizer)
+        announce(fabric, options, config, layout, precision, data_fingerprint, checkpoint)
+        train(fabric, model, optimizer, training, held_out, layout, options, progress, described)
+        if fabric.is_global_zero:
+            plot_loss(out / "metrics.csv", out / "loss.png")
+            print(f"Done. See {out}/loss.png, samples.md, metrics.csv, checkpoints/.", flush=True)
+    fabric.barrier()
+    dist.destroy_process_group()  # leaving without it can abort at exit
+
+
+def parse(arguments: list[str]) -> tuple[Options, str]:
+    """Options from the command line and recipes, and the same as resolved YAML.
+
+    Raises:
+        ValueError: an unknown option or a value of the wrong type.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog="fabric_train.py",
+        usage="fabric run fabric_train.py --devices N [--config RECIPE.yaml] [options]",
+        description="Train a Llama with tensor parallelism and FSDP2 on Lightning Fabric.",
+        epilog="Example: fabric run fabric_train.py --devices 4 --steps 500 --optimizer.lr 2e-3 --out runs/mine",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML recipe; options after it override it")
+    parser.add_class_arguments(Options)
+    arguments = take_fabric_options(arguments)
+    if {"-h", "--help"} & set(arguments) and int(os.environ.get("RANK", 0)):
+        sys.exit(0)  # one help page, not one a process
+    try:
+        parsed = parser.parse_args(arguments)
+    except ArgumentError as error:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise ValueError(explain(str(error), known)) from None
+    values = dict(parser.instantiate(parsed).items())
+    values.pop("config")
+    return Options(**values), parser.dump(parsed, skip_unset=False)
+
+
+def take_fabric_options(arguments: list[str]) -> list[str]:
+    """Let --accelerator and --precision mean under python and torchrun what they mean to `fabric run`.
+
+    `fabric run` takes its own options off the line and passes these two on as LT_ACCELERATOR and LT_PRECISION.
+
+    Raises:
+        ValueError: an option of `fabric run` that only a launcher can follow.
+    """
+    remaining = []
+    pending = list(arguments)
+    while pending:
+        name, separator, value = pending.pop(0).partition("=")
+        if name in ("--devices", "--strategy", "--num-nodes", "--node-rank", "--main-address", "--main-port"):
+            raise ValueError(
+                f"{name} is an option of the launcher: `fabric run fabric_train.py {name} ...`; "
+                "with torchrun the number of processes is --nproc-per-node"
+            )
+        if name in ("--accelerator", "--precision"):
+            if not separator:
+                if not pending:
+                    raise ValueError(f"{name} takes a value")
+                value = pending.pop(0)
+            os.environ["LT_" + name[2:].upper()] = value
+        else:
+            remaining.append(name + separator + value)
+    return remaining
+
+
+def explain(message: str, known: list[str]) -> str:
+    """A parser's message as one paragraph, with the nearest known option beside an unknown one."""
+    message = " ".join(message.split())
+    for word in message.split():
+        near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+        if word.startswith("--") and word not in known and near:
+            message += f"; did you mean {near[0]}?"
+    return message + "; `--help` lists all options"
+
+
+def announce(
+    fabric: "Fabric",
+    options: Options,
+    config: LlamaConfig,
+    layout: Layout,
+    precision: str,
+    data_fingerprint: str,
+    checkpoint: Path | None,
+) -> None:
+    """What this run is, in a few lines."""
+    per_step = options.data.global_batch_size * options.data.sequence_length
+    text = options.data.path or "the Python standard library's source"
+    fabric.print(
+        f"Llama {options.model}, {config.parameters:,} parameters, {precision} on {fabric.device.type}\n"
+        f"mesh: data-parallel {layout.data} x tensor-parallel {layout.tensor}, micro-batches of {layout.micro_batch} "
+        f"x {options.data.sequence_length} tokens, {layout.accumulation} a step\n"
+        f"data: {text} ({data_fingerprint}), {per_step:,} tokens a step, {options.steps} steps\n"
+        f"run folder: {options.out}" + (f", resumed from {checkpoint}" if checkpoint else "")
+    )
+
+
+def refuse(error: Exception) -> None:
+    """End with one paragraph and exit code 2. Rank 0 speaks; others wait for the launcher to end them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if int(os.environ.get("RANK", 0)):
+        time.sleep(10)  # rank 0 ends first and its launcher then ends this one; if not, this rank speaks for itself
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

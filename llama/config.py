@@ -1,0 +1,195 @@
+"""The numbers of a Llama: its shape, its named presets, its parameter and FLOP arithmetic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1 / 3.2 rotary frequency scaling (``rope_type: llama3`` in a Hugging Face config).
+
+    Wavelengths above ``original_max_position / low_freq_factor`` positions are stretched by ``factor``, those under
+    ``original_max_position / high_freq_factor`` are left alone, those between are blended linearly in frequency.
+    Source: Meta's ``llama-models``, function ``apply_scaling``.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama. Immutable: parallelism never edits it, local head counts follow from tensor shapes.
+
+    Raises:
+        ValueError: if the numbers cannot make a model (heads that KV heads do not divide, an odd head_dim, ...).
+    """
+
+    vocab_size: int
+    dim: int  # width of the residual stream
+    n_layers: int
+    n_heads: int  # query heads
+    n_kv_heads: int  # key and value heads; query head h reads KV head h // (n_heads // n_kv_heads)
+    head_dim: int
+    ffn_dim: int  # width of the SwiGLU feed-forward
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False  # the output projection uses the embedding's matrix
+    max_position: int = 8192  # longest sequence the published weights were trained for; not enforced
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"LlamaConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly; "
+                "n_heads must be a multiple of n_kv_heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding rotates pairs, so it must be even")
+
+    @classmethod
+    def preset(cls, name: str) -> LlamaConfig:
+        """The config of a named preset (see ``PRESETS``).
+
+        Raises:
+            ValueError: if there is no such preset.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"no preset is called '{name}'; there are: {', '.join(PRESETS)}")
+        return PRESETS[name]
+
+    @classmethod
+    def from_hf(cls, folder: str | Path) -> LlamaConfig:
+        """Read a Hugging Face ``config.json``; every number comes from the file.
+
+        Raises:
+            FileNotFoundError: if the folder holds no ``config.json``.
+            ValueError: if the file describes something that this model does not compute; all reasons are listed.
+        """
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist; a Hugging Face model folder holds a config.json")
+        try:
+            hf = json.loads(path.read_text())
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path} is not JSON: {e}") from None
+        needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        missing = [key for key in needed if key not in hf]
+        if missing:
+            raise ValueError(f"{path} lacks {', '.join(missing)}")
+        refused = _unsupported(hf)
+        if refused:
+            raise ValueError(f"{path} describes a model that this Llama does not compute: {'; '.join(refused)}")
+
+        # transformers 5 writes theta and scaling into `rope_parameters`; earlier versions write `rope_theta` and
+        # `rope_scaling` beside each other.
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        scaling = None
+        if _rope_type(rope) == "llama3":
+            scaling = RopeScaling(
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_max_position=int(rope["original_max_position_embeddings"]),
+            )
+        heads = hf["num_attention_heads"]
+        return cls(
+            vocab_size=hf["vocab_size"],
+            dim=hf["hidden_size"],
+            n_layers=hf["num_hidden_layers"],
+            n_heads=heads,
+            n_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            ffn_dim=hf["intermediate_size"],
+            # 10000, 1e-6 and 2048 are the defaults of transformers' LlamaConfig for keys left out of the file
+            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
+            rope_scaling=scaling,
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            max_position=hf.get("max_position_embeddings", 2048),
+        )
+
+    def to_dict(self) -> dict:
+        """Plain values only, for checkpoints and manifests."""
+        return asdict(self)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the embedding matrix: vocab_size x dim."""
+        return self.vocab_size * self.dim
+
+    @property
+    def parameters(self) -> int:
+        """Unique parameters; tied matrices count once."""
+        attention = self.dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads)
+        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        outer = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        return self.n_layers * block + self.dim + outer
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Model FLOPs of one trained token, forward and backward, as MFU counts them.
+
+        The rule: 6 x (parameters without the embedding look-up, the output projection included once, tied or not)
+        + 12 x layers x heads x head_dim x sequence_length. Causal sparsity is not subtracted and recomputation is
+        not added. Source: PaLM (arXiv 2204.02311), appendix B; torchtitan counts the same way.
+        """
+        looked_up = 0 if self.tied_embeddings else self.embedding_parameters
+        attention = 12 * self.n_layers * self.n_heads * self.head_dim * sequence_length
+        return 6 * (self.parameters - looked_up) + attention
+
+
+def _rope_type(rope: dict) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _unsupported(hf: dict) -> list[str]:
+    """What a Hugging Face config asks for that ``llama.model`` does not compute, one phrase each."""
+    reasons = []
+    if hf.get("model_type", "llama") != "llama":
+        reasons.append(f"model_type is '{hf['model_type']}', not 'llama'")
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        reasons.append(f"hidden_act is '{hf['hidden_act']}', not 'silu'")
+    for key in ("attention_bias", "mlp_bias"):
+        if hf.get(key):
+            reasons.append(f"{key} is true")
+    if hf.get("sliding_window"):
+        reasons.append(f"sliding_window is {hf['sliding_window']}")
+    if hf.get("quantization_config"):
+        reasons.append("the weights are quantised (quantization_config)")
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if _rope_type(rope) not in ("default", "llama3"):
+        reasons.append(f"rope_type is '{_rope_type(rope)}', not 'default' or 'llama3'")
+    return reasons
+
+
+# Shapes as published in each model's config.json; "llama2-7b" is the shape of Lightning's tensor-parallel example;
+# "tiny" is ours: 256 byte values and the special tokens of data/tokenizer.py in a vocabulary padded to 64.
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(vocab_size=320, dim=128, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=16, ffn_dim=384),
+    "llama3-8b": LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336),
+    "llama3.1-8b": LlamaConfig(
+        128256, 4096, 32, 32, 8, 128, 14336, rope_scaling=RopeScaling(8.0), max_position=131072
+    ),
+    "llama3.1-70b": LlamaConfig(
+        128256, 8192, 80, 64, 8, 128, 28672, rope_scaling=RopeScaling(8.0), max_position=131072
+    ),
+    "llama3.1-405b": LlamaConfig(
+        128256, 16384, 126, 128, 8, 128, 53248, rope_scaling=RopeScaling(8.0), max_position=131072
+    ),
+    "llama3.2-1b": LlamaConfig(
+        128256, 2048, 16, 32, 8, 64, 8192, rope_scaling=RopeScaling(32.0), tied_embeddings=True, max_position=131072
+    ),
+    "llama3.2-3b": LlamaConfig(
+        128256, 3072, 28, 24, 8, 128, 8192, rope_scaling=RopeScaling(32.0), tied_embeddings=True, max_position=131072
+    ),
+    "llama2-7b": LlamaConfig(32000, 4096, 32, 32, 32, 128, 11008, rope_theta=10_000.0, max_position=4096),
+}
