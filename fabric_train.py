@@ -63,9 +63,9 @@ class DataOptions:
 
     path: str | None = None
     """token folder, or `random` for seeded random tokens (default: the Python standard library's source, as bytes)"""
-    sequence_length: int = 256
+    sequence_length: int = 128
     """tokens a sequence"""
-    global_batch_size: int = 16
+    global_batch_size: int = 64
     """sequences an optimizer step, over the whole mesh"""
     micro_batch_size: int | None = None
     """sequences a device runs at once; gradient accumulation follows (default: its whole share)"""
@@ -77,12 +77,12 @@ class DataOptions:
 class OptimizerOptions:
     """Optimizer: AdamW, its schedule, and clipping"""
 
-    lr: float = 4e-3
+    lr: float = 8e-3
     """peak learning rate"""
     min_lr: float = 0.0
     """learning rate at the end of the schedule"""
-    warmup_steps: int = 20
-    """steps of linear warm-up"""
+    warmup_steps: int | None = None
+    """steps of linear warm-up (default: a tenth of the schedule, at most 200)"""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """shape after warm-up"""
     decay_steps: int | None = None
@@ -119,7 +119,7 @@ class ParallelOptions:
 class CheckpointOptions:
     """Checkpoints: how often, and how many to keep"""
 
-    every: int = 100
+    every: int = 40
     """steps between saves; the last step is always saved; 0: only the last"""
     keep_last: int = 2
     """how many of the newest to keep; -1: all"""
@@ -131,10 +131,10 @@ class CheckpointOptions:
 class ValidateOptions:
     """Validate: loss and bits per byte on held-out text"""
 
-    every: int = 100
+    every: int = 40
     """steps between validations; 0: never"""
     sequences: int = 64
-    """held-out sequences, the same ones each time"""
+    """held-out sequences, spread evenly over the held-out text, the same ones each time"""
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Options:
 
     model: str = "tiny"
     """preset, or a folder with a Hugging Face config.json"""
-    steps: int = 300
+    steps: int = 100
     """optimizer steps to reach"""
-    seed: int = 0
+    seed: int = 11
     """seed of the weights and of the data order"""
     out: str = "runs/tiny"
     """run folder"""
@@ -238,7 +238,7 @@ def train(
             clock, logged_step = time.perf_counter(), step
 
         if held_out and due(step, options.log.samples_every, options.steps):
-            write_sample(fabric, model, held_out, layout, Path(options.out) / "samples.md", step)
+            write_sample(fabric, model, held_out, layout, options, step)
             clock, logged_step = time.perf_counter(), step
 
 
@@ -255,7 +255,7 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def learning_rate(step: int, options: OptimizerOptions, steps: int) -> float:
     """The learning rate of optimizer step `step`, counted from 1: a pure function, there is no scheduler to save.
 
-    With W = warmup_steps, D = decay_steps (or --steps), p = (step - W) / (D - W):
+    With D = decay_steps (or --steps), W = warmup_steps (or a tenth of D, at most 200), p = (step - W) / (D - W):
 
     =================  ===========================================================
     step <= W          lr * step / W
@@ -268,8 +268,9 @@ def learning_rate(step: int, options: OptimizerOptions, steps: int) -> float:
 
     Sources: cosine arXiv 1608.03983, wsd (warm-up, stable, decay) arXiv 2404.06395.
     """
-    lr, min_lr, warmup = options.lr, options.min_lr, options.warmup_steps
+    lr, min_lr = options.lr, options.min_lr
     end = steps if options.decay_steps is None else options.decay_steps
+    warmup = min(end // 10, 200) if options.warmup_steps is None else options.warmup_steps
     if step <= warmup:
         return lr * step / warmup
     if options.schedule == "constant":
@@ -287,18 +288,19 @@ def learning_rate(step: int, options: OptimizerOptions, steps: int) -> float:
 def validate(
     fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, sequences: int
 ) -> dict[str, float]:
-    """Mean loss in nats a token, and bits a byte of text, over the first `sequences` held-out windows.
+    """Mean loss in nats a token, and bits a byte of text, over `sequences` windows spread over the held-out text.
 
-    Every mesh sums over the same windows: those that do not fill a batch are filled up with ignored labels.
+    Every mesh sums over the same windows: a last batch that they do not fill is filled up with ignored labels.
     """
     data_axis = fabric.strategy.device_mesh["data_parallel"]
     rank, micro = data_axis.get_local_rank(), layout.micro_batch
     sequences = min(sequences, len(held_out))
     total = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # nats, tokens
-    for first in range(rank * micro, -(-sequences // (micro * layout.data)) * micro * layout.data, micro * layout.data):
-        rows = [held_out[min(window, sequences - 1)] for window in range(first, first + micro)]
+    for start in range(0, sequences, micro * layout.data):
+        mine = range(start + rank * micro, start + (rank + 1) * micro)
+        rows = [held_out[min(i, sequences - 1) * len(held_out) // sequences] for i in mine]
         inputs, labels = (torch.stack(column) for column in zip(*rows, strict=True))
-        labels[max(0, sequences - first) :] = IGNORED
+        labels[max(0, sequences - mine.start) :] = IGNORED
         inputs, labels = inputs.to(fabric.device), labels.to(fabric.device)
         with loss_parallel():
             total[0] += plain(token_loss_sum(model(inputs), labels))
@@ -354,26 +356,26 @@ def report(fabric: "Fabric", options: Options, metrics: dict[str, float]) -> Non
 
 @torch.no_grad()
 def write_sample(
-    fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, path: Path, step: int, show: bool = False
+    fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, options: Options, step: int
 ) -> None:
-    """Let the live sharded model go on from a held-out beginning; all ranks run it, rank 0 appends it to `path`."""
+    """Let the live sharded model go on from a held-out beginning; all ranks run it, rank 0 appends it to samples.md."""
     tokenizer = load_tokenizer(held_out.index["tokenizer"])
-    prompt = held_out[0][0][:32].tolist()
-    context = min(held_out.sequence_length, -(-160 // layout.tensor) * layout.tensor)
+    prompt = held_out[len(held_out) // 2][0][:32].tolist()
+    context = min(held_out.sequence_length, 128 * layout.tensor)  # a multiple of the tensor-parallel size
     with torch.compiler.set_stance("force_eager"):  # another shape than training's: not worth compiling for
         ids = sample_ids(
             lambda tokens: plain(model(tokens)),
             prompt,
-            new_tokens=128,
+            new_tokens=96,
             context=context,
             vocab_size=tokenizer.vocab_size,
             device=fabric.device,
         )
     if fabric.is_global_zero:
         beginning, text = tokenizer.decode(prompt), tokenizer.decode(ids)
-        with path.open("a", encoding="utf-8") as file:
+        with (Path(options.out) / "samples.md").open("a", encoding="utf-8") as file:
             file.write(f"## Step {step}\n\n```text\n{beginning}|{text}\n```\n\n")
-        if show:
+        if step == options.steps:
             print(f"\nThe model goes on from {beginning!r}:\n\n{beginning}{text}\n", flush=True)
 
 
@@ -449,7 +451,7 @@ def check_options(options: Options) -> None:
         "steps": (options.steps, 1),
         "data.sequence_length": (options.data.sequence_length, 1),
         "data.workers": (options.data.workers, 0),
-        "optimizer.warmup_steps": (options.optimizer.warmup_steps, 0),
+        "optimizer.warmup_steps": (options.optimizer.warmup_steps or 0, 0),
         "optimizer.clip_norm": (options.optimizer.clip_norm, 0),
         "optimizer.lr": (options.optimizer.lr, 0),
         "parallel.timeout_seconds": (options.parallel.timeout_seconds, 1),
@@ -467,7 +469,7 @@ def check_options(options: Options) -> None:
     if options.checkpoints.keep_last == 0:
         raise ValueError("--checkpoints.keep_last is 0, which would delete every checkpoint; it takes 1 or more, or -1")
     decay = options.steps if options.optimizer.decay_steps is None else options.optimizer.decay_steps
-    if options.optimizer.schedule != "constant" and decay < options.optimizer.warmup_steps:
+    if options.optimizer.schedule != "constant" and decay < (options.optimizer.warmup_steps or 0):
         raise ValueError(
             f"the schedule ends at step {decay} (--optimizer.decay_steps, or --steps) before its warm-up of "
             f"{options.optimizer.warmup_steps} steps (--optimizer.warmup_steps) does"

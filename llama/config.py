@@ -174,7 +174,7 @@ def _unsupported(hf: dict) -> list[str]:
 # Shapes as published in each model's config.json; "llama2-7b" is the shape of Lightning's tensor-parallel example;
 # "tiny" is ours: 256 byte values and the special tokens of data/tokenizer.py in a vocabulary padded to 64.
 PRESETS: dict[str, LlamaConfig] = {
-    "tiny": LlamaConfig(vocab_size=320, dim=128, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=16, ffn_dim=384),
+    "tiny": LlamaConfig(vocab_size=320, dim=128, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=16, ffn_dim=384),
     "llama3-8b": LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336),
     "llama3.1-8b": LlamaConfig(
         128256, 4096, 32, 32, 8, 128, 14336, rope_scaling=RopeScaling(8.0), max_position=131072

@@ -1,0 +1,130 @@
+"""What the worker processes of conftest.py run: each function here is a job, called on every rank of a group."""
+
+import csv
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+import data
+import fabric_train
+from llama import Llama, LlamaConfig, init_weights
+from parallel import parallelize, plain, write_shard
+
+BATCH, LENGTH = 8, 64
+
+
+def small_config(tied: bool, **changes) -> LlamaConfig:
+    return replace(LlamaConfig.preset("tiny"), tied_embeddings=tied, **changes)
+
+
+def mask_some(window: int, labels: torch.Tensor) -> torch.Tensor:
+    """Ragged labels: a run of each window's labels is ignored, its length a function of the window; some windows
+    have no valid label at all."""
+    labels = labels.clone()
+    labels[: (window * 37) % (len(labels) + 8)] = data.IGNORED
+    return labels
+
+
+def training(arguments: list[str], ragged: bool = False) -> dict:
+    """The real program in this process. Returns metrics.csv's rows, and the ids of every sample this rank was given."""
+    given: list[tuple[int, str]] = []
+    real_shuffled, real_tokens = data.Shuffled.__getitem__, data.TokenDataset.__getitem__
+
+    def record(self, sample):
+        inputs, labels = real_shuffled(self, sample)
+        given.append((sample, hashlib.sha256(inputs.numpy().tobytes()).hexdigest()))
+        return inputs, labels
+
+    def mask(self, window):
+        inputs, labels = real_tokens(self, window)
+        return inputs, mask_some(window, labels) if self.split == "train" else labels
+
+    data.Shuffled.__getitem__ = record
+    if ragged:
+        data.TokenDataset.__getitem__ = mask
+    try:
+        fabric_train.main(arguments)
+    finally:
+        data.Shuffled.__getitem__, data.TokenDataset.__getitem__ = real_shuffled, real_tokens
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    out = Path(arguments[arguments.index("--out") + 1])
+    with (out / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {"rows": rows, "given": given}
+
+
+def sharded_model(mesh_shape: tuple[int, int], tied: bool, recompute: str, compile: bool, seed: int = 5) -> tuple:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("data_parallel", "tensor_parallel"))
+    with torch.device("meta"):
+        model = Llama(small_config(tied))
+    parallelize(model, mesh, recompute=recompute, compile=compile)
+    model.to_empty(device="cpu")
+    init_weights(model, seed, write_shard)
+    return model, mesh
+
+
+def gradients(mesh_shape: tuple[int, int], variants: list[tuple[bool, str, bool]], tokens: torch.Tensor) -> list[dict]:
+    """For each (tied, recompute, compile): digests of the initial weights, the summed loss, and whole gradients."""
+    dist.init_process_group("gloo")
+    answers = []
+    for tied, recompute, compile in variants:
+        torch._dynamo.reset()
+        model, mesh = sharded_model(mesh_shape, tied, recompute, compile)
+        weights = {name: plain(p.detach()) for name, p in model.named_parameters()}
+        digests = {name: hashlib.sha256(w.contiguous().numpy().tobytes()).hexdigest() for name, w in weights.items()}
+        axis = mesh["data_parallel"]
+        share = len(tokens) // axis.size()
+        mine = tokens[axis.get_local_rank() * share :][:share]
+        inputs, labels = mine[:, :-1], mine[:, 1:]
+        logits = model(inputs)
+        with loss_parallel():
+            loss = fabric_train.token_loss_sum(logits, labels)
+            loss.backward()
+        whole = {name: plain(p.grad).numpy() for name, p in model.named_parameters()}
+        local = {name: plain(p.grad).shape for name, p in model.named_parameters()}
+        assert local == {name: p.shape for name, p in weights.items()}
+        total = plain(loss.detach()).clone()
+        dist.all_reduce(total, group=axis.get_group())
+        norm = plain(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        keys = sorted(model.state_dict())
+        answers.append(
+            {
+                "digests": digests,
+                "loss": total.item(),
+                "gradients": whole if dist.get_rank() == 0 else None,
+                "norm": norm.item(),
+                "keys": keys,
+                "logits_local": tuple(getattr(logits, "to_local", lambda x=logits: x)().shape),
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+    return answers
+
+
+def plain_gradients(tied: bool, tokens: torch.Tensor, seed: int = 5) -> dict:
+    """The reference: one process, no wrapper, no mesh."""
+    model = Llama(small_config(tied))
+    init_weights(model, seed)
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {
+        "digests": {n: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for n, p in model.named_parameters()},
+        "loss": loss.item(),
+        "gradients": {name: g.numpy() for name, g in grads.items()},
+        "norm": torch.nn.utils.get_total_norm(grads.values()).item(),
+        "keys": sorted(model.state_dict()),
+    }
+
+
+def leave(code: int) -> None:
+    os._exit(code)
