@@ -1,8 +1,8 @@
 """Train a Llama on any mesh with Lightning Fabric: the options, the loop, validation, and the program around them.
 
-    fabric run fabric_train.py --devices 4        # four processes, CPU or GPU
-    python fabric_train.py                        # one process, what a debugger steps through
-    torchrun --nproc-per-node 4 fabric_train.py
+fabric run fabric_train.py --devices 4        # four processes, CPU or GPU
+python fabric_train.py                        # one process, what a debugger steps through
+torchrun --nproc-per-node 4 fabric_train.py
 """
 
 import csv
@@ -144,7 +144,7 @@ class LogOptions:
     every: int = 10
     """steps a line in the terminal and a row in metrics.csv"""
     samples_every: int = 0
-    """steps between text samples; 0: one at the end"""
+    """steps between text samples; 0: one at the end; -1: none"""
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def train(
             save_checkpoint(fabric, model, optimizer, options, progress, described)
             clock, logged_step = time.perf_counter(), step
 
-        if held_out and due(step, options.log.samples_every, options.steps):
+        if held_out and options.log.samples_every >= 0 and due(step, options.log.samples_every, options.steps):
             write_sample(fabric, model, held_out, layout, options, step)
             clock, logged_step = time.perf_counter(), step
 
@@ -461,7 +461,7 @@ def check_options(options: Options) -> None:
         "validate.every": (options.validate.every, 0),
         "validate.sequences": (options.validate.sequences, 1),
         "log.every": (options.log.every, 1),
-        "log.samples_every": (options.log.samples_every, 0),
+        "log.samples_every": (options.log.samples_every, -1),
     }
     for option, (value, least) in at_least.items():
         if not value >= least:  # also refuses NaN
@@ -564,7 +564,9 @@ def check_resume(path: Path, described: dict[str, Any]) -> int:
     manifest = checkpoints.read_manifest(path)
     for kind in ("model", "data"):
         saved, now = manifest[kind], described[kind]
-        differing = [f"{key} is {saved.get(key)} there, {now.get(key)} here" for key in now if saved.get(key) != now[key]]
+        differing = [
+            f"{key} is {saved.get(key)} there, {now.get(key)} here" for key in now if saved.get(key) != now[key]
+        ]
         if differing:
             raise ValueError(
                 f"{path} is a checkpoint of another {kind}: {'; '.join(differing)}; repeat its options, or start anew "

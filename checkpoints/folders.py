@@ -1,10 +1,10 @@
 """Checkpoint folders: published whole or not at all, found, verified, retired, and a run resumed from them.
 
-    RUN/checkpoints/step-00000200/    complete: a folder gets this name only after everything in it is on disk
-        __0_0.distcp ... .metadata    model and optimizer shards, written by torch.distributed.checkpoint
-        meta.pt                       progress: step, samples, tokens, RNG states
-        manifest.json                 what the checkpoint is of, and size and sha256 of every other file
-    RUN/checkpoints/.step-00000200.partial/   a save that has not ended; it never counts
+RUN/checkpoints/step-00000200/    complete: a folder gets this name only after everything in it is on disk
+    __0_0.distcp ... .metadata    model and optimizer shards, written by torch.distributed.checkpoint
+    meta.pt                       progress: step, samples, tokens, RNG states
+    manifest.json                 what the checkpoint is of, and size and sha256 of every other file
+RUN/checkpoints/.step-00000200.partial/   a save that has not ended; it never counts
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{file} is damaged: {type(e).__name__} {e}") from None
     if found != (FORMAT, VERSION):
-        raise ValueError(f"{file} says format {found[0]!r}, version {found[1]}; this program reads {FORMAT!r}, {VERSION}")
+        raise ValueError(
+            f"{file} says format {found[0]!r}, version {found[1]}; this program reads {FORMAT!r}, {VERSION}"
+        )
     return manifest
 
 

@@ -1,9 +1,9 @@
 """A token folder: ids as fixed-width little-endian integers in memory-mapped files, described by an index.json.
 
-    index.json            format, version, dtype, vocab_size, tokenizer, special ids, and for each split its shards
-                          (file, tokens, sha256), documents and bytes of text
-    train-00000.bin ...   the ids of one split, one document after the other, each between its two special ids
-    validation-00000.bin  held-out documents
+index.json            format, version, dtype, vocab_size, tokenizer, special ids, and for each split its shards
+                      (file, tokens, sha256), documents and bytes of text
+train-00000.bin ...   the ids of one split, one document after the other, each between its two special ids
+validation-00000.bin  held-out documents
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TokenDataset(Dataset):
 
 
 class RandomTokens(Dataset):
-    """Seeded random tokens, as Lightning's tensor-parallel example trains on: item i is a pure function of (seed, i)."""
+    """Seeded random tokens, as in Lightning's tensor-parallel example: item i is a pure function of (seed, i)."""
 
     def __init__(self, vocab_size: int, sequence_length: int, seed: int, windows: int = 2**40) -> None:
         self.vocab_size = vocab_size

@@ -176,9 +176,7 @@ def _unsupported(hf: dict) -> list[str]:
 PRESETS: dict[str, LlamaConfig] = {
     "tiny": LlamaConfig(vocab_size=320, dim=128, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=16, ffn_dim=384),
     "llama3-8b": LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336),
-    "llama3.1-8b": LlamaConfig(
-        128256, 4096, 32, 32, 8, 128, 14336, rope_scaling=RopeScaling(8.0), max_position=131072
-    ),
+    "llama3.1-8b": LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336, rope_scaling=RopeScaling(8.0), max_position=131072),
     "llama3.1-70b": LlamaConfig(
         128256, 8192, 80, 64, 8, 128, 28672, rope_scaling=RopeScaling(8.0), max_position=131072
     ),

@@ -64,7 +64,8 @@ def choose_layout(
         )
     wrong = _indivisible(config, sequence_length, fixed_tensor)
     if wrong:
-        largest = max(t for t in range(1, fixed_tensor) if not _indivisible(config, sequence_length, t))
+        smaller = (t for t in range(1, fixed_tensor) if devices % t == 0)
+        largest = max(t for t in smaller if not _indivisible(config, sequence_length, t))
         raise ValueError(
             f"tensor-parallel size {fixed_tensor} does not divide {', '.join(wrong)}; the largest size below it that "
             f"works is {largest} (--parallel.tensor {largest})"

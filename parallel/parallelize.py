@@ -86,8 +86,8 @@ def parallelize(
     for block in model.layers:
         block.recompute = recompute
         if compile and recompute == "full":
-            # checkpoint outside, compiled code inside: with the checkpoint inside too, AOTAutograd would save the device
-            # mesh of the recomputed collectives for backward and fail on it (torch 2.13)
+            # checkpoint outside, compiled code inside: with both inside, AOTAutograd saves the device mesh of the
+            # recomputed collectives for backward and fails on it (torch 2.13)
             block.layer = torch.compile(block.layer, fullgraph=True, dynamic=False)
         elif compile:
             block.compile(fullgraph=True, dynamic=False)

@@ -1,17 +1,21 @@
 """What the worker processes of conftest.py run: each function here is a job, called on every rank of a group."""
 
+import contextlib
 import csv
 import hashlib
-import os
+import io
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+import checkpoints
 import data
 import fabric_train
 from llama import Llama, LlamaConfig, init_weights
@@ -126,5 +130,88 @@ def plain_gradients(tied: bool, tokens: torch.Tensor, seed: int = 5) -> dict:
     }
 
 
-def leave(code: int) -> None:
-    os._exit(code)
+def refused(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of a call and what it said after Lightning's banner; fails if a model was built."""
+    heard = io.StringIO()
+    real = fabric_train.Llama, fabric_train.time.sleep
+
+    def build(*_):
+        raise AssertionError("a model was built before the call was refused")
+
+    fabric_train.Llama, fabric_train.time.sleep = build, lambda seconds: None
+    try:
+        with contextlib.redirect_stderr(heard):
+            fabric_train.main(arguments)
+    except SystemExit as end:
+        return end.code, heard.getvalue().split("-" * 100 + "\n\n")[-1]
+    finally:
+        fabric_train.Llama, fabric_train.time.sleep = real
+    return 0, heard.getvalue()
+
+
+def optimizer_and_generators(folder: str) -> dict:
+    """Save after one step, step on, load into a fresh model: what comes back, and the random numbers that follow."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def cut(model, mesh):
+        parallelize(model, mesh)
+        model.to_empty(device="cpu")
+        init_weights(model, 0, write_shard)
+        return model
+
+    strategy = ModelParallelStrategy(cut, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+
+    def build(lr: float, decay: float):
+        with fabric.init_module(empty_init=True):
+            model = Llama(small_config(tied=False))
+        model = fabric.setup(model)
+        options = fabric_train.OptimizerOptions(lr=lr, weight_decay=decay)
+        return model, fabric.setup_optimizers(fabric_train.make_optimizer(model, options))
+
+    def step(model, optimizer):
+        with loss_parallel():
+            fabric.backward(fabric_train.token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def digest(model):
+        return [hashlib.sha256(plain(p.detach()).numpy().tobytes()).hexdigest() for p in model.parameters()]
+
+    def draw():
+        return random.random(), float(np.random.random()), torch.rand(()).item()
+
+    tokens = torch.randint(0, 320, (2, 33), generator=torch.Generator().manual_seed(fabric.global_rank))
+    model, optimizer = build(lr=1e-2, decay=0.1)
+    step(model, optimizer)
+    seed = 100 + fabric.global_rank
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    progress = {"step": 1, "samples": 4, "tokens": 128}
+    path = checkpoints.save(fabric, folder, model, optimizer, progress, {"model": {}, "data": {}})
+    saved, drawn = digest(model), draw()
+    step(model, optimizer)
+    ahead = digest(model)
+
+    model, optimizer = build(lr=1e-2, decay=0.3)
+    restored = checkpoints.load(fabric, path, model, optimizer)
+    loaded, redrawn = digest(model), draw()
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    moments = [float(optimizer.state[p]["step"]) for p in model.parameters()]
+    for group, decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
+        group["weight_decay"] = decay
+    step(model, optimizer)
+    answer = {
+        "path": str(path),
+        "progress": restored,
+        "weights equal": saved == loaded,
+        "one step on equal": ahead == digest(model) and ahead != saved,
+        "drawn": drawn,
+        "redrawn": redrawn,
+        "decays": decays,
+        "step counters": set(moments),
+    }
+    fabric.barrier()
+    dist.destroy_process_group()
+    return answer

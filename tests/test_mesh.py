@@ -49,11 +49,11 @@ def test_weights_and_gradients_equal_the_plain_model(group, references, mesh):
     assert ranks[0][0]["logits_local"] == (jobs.BATCH // mesh[0], jobs.LENGTH, 320 // mesh[1])
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=str)
-def test_compiled_gradients_equal_the_plain_model(group, references, mesh):
+@pytest.mark.parametrize("mesh, variants", [((1, 1), COMPILED[:1]), ((2, 2), COMPILED)], ids=str)
+def test_compiled_gradients_equal_the_plain_model(group, references, mesh, variants):
     """With tensor size 2 a compiled first block once lost the embedding's gradient, without an error."""
-    ranks = group.run(mesh[0] * mesh[1], jobs.gradients, mesh, COMPILED, random_tokens())
-    for i, (tied, _, _) in enumerate(COMPILED):
+    ranks = group.run(mesh[0] * mesh[1], jobs.gradients, mesh, variants, random_tokens())
+    for i, (tied, _, _) in enumerate(variants):
         check_against(references[tied], [rank[i] for rank in ranks])
 
 
@@ -121,6 +121,7 @@ def train_arguments(out, tokens_folder, model="tiny", **options) -> list[str]:
         "validate.every": 0,
         "checkpoints.every": 0,
         "log.every": 1,
+        "log.samples_every": -1,
         "model": model,
         "out": out,
     } | options
