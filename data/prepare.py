@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sysconfig
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def prepare_documents(documents: Iterable[str], out: str | Path, tokenizer: Byte
     """
     out = Path(out)
     dtype_name = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    work = out.parent / f".{out.name}.{os.getpid()}.partial"
+    work = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
     work.mkdir(parents=True)
     try:
         splits = {

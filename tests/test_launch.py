@@ -1,6 +1,7 @@
 """The program as a person starts it: python, torchrun, fabric run, a debugger."""
 
 import csv
+import math
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jobs
 import pytest
 from conftest import free_port
 from test_mesh import train_arguments
@@ -107,6 +109,18 @@ def test_one_process_then_again_then_further(tokens, tmp_path):
     assert "resumed from" in further
     assert [row["step"] for row in rows(out)] == ["1", "2", "3", "4", "5"]
     assert [row["tokens"] for row in rows(out)] == [str(8 * 64 * step) for step in range(1, 6)]
+
+
+def test_default_run_learns_real_text(group, tmp_path):
+    """No option but the mesh (the numbers are the same on each): from what the initialisation implies to below 2.3."""
+    out = tmp_path / "run"
+    results = group.run(2, jobs.training, ["--parallel.tensor", "1", "--out", str(out)])
+    losses = [float(row["loss"]) for row in results[0]["rows"]]
+    assert losses[0] == pytest.approx(math.log(320) + 0.9733 / 2, abs=0.1)
+    assert losses[-1] < 2.3
+    held_out = [float(row["validation_loss"]) for row in results[0]["rows"] if row["validation_loss"]]
+    assert held_out[-1] < held_out[0] < 3.5
+    assert "## Step 100" in (out / "samples.md").read_text() and (out / "loss.png").stat().st_size > 10_000
 
 
 def test_torchrun(tokens, tmp_path):
