@@ -616,13 +616,14 @@ def main(arguments: list[str] | None = None) -> None:
         tensor_parallel_size=layout.tensor,
         timeout=timedelta(seconds=options.parallel.timeout_seconds),
     )
-    if os.environ.get("LT_CLI_USED"):  # fabric run: it has set all else, and its processes are launched already
+    # Fabric takes both from the environment, where `fabric run` puts its options. For bf16-mixed it is told fp32: the
+    # policy of FSDP2 does the mixing; Fabric's autocast on top would run every norm, and gather its result, in fp32.
+    os.environ["LT_ACCELERATOR"] = accelerator
+    os.environ["LT_PRECISION"] = "32-true" if precision == "bf16-mixed" else precision
+    if os.environ.get("LT_CLI_USED"):  # fabric run: its processes are launched already
         fabric = Fabric(strategy=strategy)
     else:
-        nodes = devices // devices_per_node
-        fabric = Fabric(
-            accelerator=accelerator, strategy=strategy, devices=devices_per_node, num_nodes=nodes, precision=precision
-        )
+        fabric = Fabric(strategy=strategy, devices=devices_per_node, num_nodes=devices // devices_per_node)
         fabric.launch()
 
     try:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import checkpoints
 import data
 import fabric_train
+import llama.model
 from llama import Llama, LlamaConfig, init_weights
 from parallel import parallelize, plain, write_shard
 
@@ -63,6 +64,35 @@ def training(arguments: list[str], ragged: bool = False) -> dict:
     with (out / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {"rows": rows, "given": given}
+
+
+def dtypes_inside(arguments: list[str]) -> dict[str, str]:
+    """Where a run computes in which precision: taken from inside a block, and from the optimizer's step."""
+    found = {}
+    real_layer, real_step = llama.model.Block.layer, torch.optim.AdamW.step
+
+    def layer(self, x, cos, sin):
+        found.update(
+            residual=x.dtype,
+            norm=self.attention_norm(x).dtype,
+            weight=self.attention.wq.weight.dtype,
+            tables=cos.dtype,
+            autocast=torch.is_autocast_enabled(x.device.type),
+        )
+        return real_layer(self, x, cos, sin)
+
+    def step(self, *args, **kwargs):
+        weight = self.param_groups[0]["params"][0]
+        result = real_step(self, *args, **kwargs)
+        found.update(master=weight.dtype, gradient=weight.grad.dtype, moment=self.state[weight]["exp_avg"].dtype)
+        return result
+
+    llama.model.Block.layer, torch.optim.AdamW.step = layer, step
+    try:
+        training(arguments)
+    finally:
+        llama.model.Block.layer, torch.optim.AdamW.step = real_layer, real_step
+    return {name: str(value).removeprefix("torch.") for name, value in found.items()}
 
 
 def sharded_model(mesh_shape: tuple[int, int], tied: bool, recompute: str, compile: bool, seed: int = 5) -> tuple:

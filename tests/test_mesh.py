@@ -177,6 +177,35 @@ def test_ten_steps_equal_a_plain_loop(group, tokens, plain_curves, tmp_path, mes
     assert used == list(range(10 * jobs.BATCH))
 
 
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "precision, stored, computed",
+    [
+        ("32-true", "float32", "float32"),
+        ("bf16-mixed", "float32", "bfloat16"),
+        ("bf16", "float32", "bfloat16"),
+        ("bf16-true", "bfloat16", "bfloat16"),
+    ],
+)
+def test_precision_is_the_same_on_every_mesh(group, tokens, tmp_path, mesh, precision, stored, computed):
+    arguments = train_arguments(tmp_path / "run", tokens, steps=1, precision=precision)
+    arguments += ["--parallel.data", str(mesh[0]), "--parallel.tensor", str(mesh[1])]
+    for found in group.run(mesh[0] * mesh[1], jobs.dtypes_inside, arguments):
+        assert found == {
+            "residual": computed,
+            "norm": computed,
+            "weight": computed,
+            "tables": "float32",
+            "autocast": "False",
+            "master": stored,
+            "gradient": stored,
+            "moment": stored,
+        }
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        loss = float(file.readlines()[1].split(",")[2])
+    assert loss == pytest.approx(np.log(320) + 0.49, abs=0.6)  # a small text's labels: see README
+
+
 def test_accumulated_loss_is_the_mean_over_tokens():
     """(sum, tokens) of (2, 1) and (90, 9) make 9.2, not the 6 of a mean of means; no valid token makes 0, not NaN."""
     # logits (0, x) with label 0 have the loss log(1 + e^x); choose x so that it is 2 and 10
