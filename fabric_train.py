@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader, Dataset
@@ -372,7 +372,10 @@ def write_sample(
             device=fabric.device,
         )
     if fabric.is_global_zero:
-        beginning, text = tokenizer.decode(prompt), tokenizer.decode(ids)
+        beginning, text = (
+            "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in tokenizer.decode(part))
+            for part in (prompt, ids)
+        )
         with (Path(options.out) / "samples.md").open("a", encoding="utf-8") as file:
             file.write(f"## Step {step}\n\n```text\n{beginning}|{text}\n```\n\n")
         if step == options.steps:
@@ -417,16 +420,30 @@ def plot_loss(metrics_file: Path, picture: Path) -> None:
 
 def begin_metrics(path: Path, step: int) -> None:
     """Make metrics.csv ready for rows after `step`: a header, and of an earlier run only the rows up to that step."""
-    rows = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["step"] and int(row["step"]) <= step]
+    rows = rows_up_to(path, step)
     fresh = path.with_name(".metrics.csv.partial")
     with fresh.open("w", newline="") as file:
         writer = csv.DictWriter(file, METRICS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     fresh.replace(path)
+
+
+def rows_up_to(path: Path, step: int) -> list[dict[str, str]]:
+    """The rows of a metrics.csv up to a step; none where there is no such file.
+
+    Raises:
+        ValueError: it is another kind of file.
+    """
+    if not path.exists():
+        return []
+    try:
+        with path.open(newline="") as file:
+            return [row for row in csv.DictReader(file) if row["step"] and int(row["step"]) <= step]
+    except (KeyError, ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} is not the metrics of a run ({error!r}); move it away or choose another --out"
+        ) from None
 
 
 def make_optimizer(model: Llama, options: OptimizerOptions) -> torch.optim.AdamW:
@@ -454,6 +471,10 @@ def check_options(options: Options) -> None:
         "optimizer.warmup_steps": (options.optimizer.warmup_steps or 0, 0),
         "optimizer.clip_norm": (options.optimizer.clip_norm, 0),
         "optimizer.lr": (options.optimizer.lr, 0),
+        "optimizer.min_lr": (options.optimizer.min_lr, 0),
+        "optimizer.weight_decay": (options.optimizer.weight_decay, 0),
+        "optimizer.decay_steps": (1 if options.optimizer.decay_steps is None else options.optimizer.decay_steps, 1),
+        "optimizer.eps": (options.optimizer.eps, 1e-45),  # the smallest fp32 above 0
         "parallel.timeout_seconds": (options.parallel.timeout_seconds, 1),
         "checkpoints.every": (options.checkpoints.every, 0),
         "checkpoints.keep_last": (options.checkpoints.keep_last, -1),
@@ -466,6 +487,15 @@ def check_options(options: Options) -> None:
     for option, (value, least) in at_least.items():
         if not value >= least:  # also refuses NaN
             raise ValueError(f"--{option} is {value}; it takes a number of at least {least}")
+    for option, beta in (("beta1", options.optimizer.beta1), ("beta2", options.optimizer.beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"--optimizer.{option} is {beta}; it takes a number from 0 up to, but not including, 1")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed is {options.seed}; it takes a number from 0 to 2^63 - 1")
+    if options.parallel.timeout_seconds > 10**7:
+        raise ValueError(f"--parallel.timeout_seconds is {options.parallel.timeout_seconds}; it takes at most 10^7")
+    if not options.out:
+        raise ValueError("--out is empty; it takes the name of a folder")
     if options.checkpoints.keep_last == 0:
         raise ValueError("--checkpoints.keep_last is 0, which would delete every checkpoint; it takes 1 or more, or -1")
     decay = options.steps if options.optimizer.decay_steps is None else options.optimizer.decay_steps
@@ -474,6 +504,23 @@ def check_options(options: Options) -> None:
             f"the schedule ends at step {decay} (--optimizer.decay_steps, or --steps) before its warm-up of "
             f"{options.optimizer.warmup_steps} steps (--optimizer.warmup_steps) does"
         )
+
+
+def choose_accelerator(asked: str) -> str:
+    """ "cuda" or "cpu".
+
+    Raises:
+        ValueError: neither is meant, or there is no GPU.
+    """
+    if asked not in ("auto", "cpu", "gpu", "cuda"):
+        raise ValueError(f"--accelerator {asked} is not supported; it takes cpu, cuda (or gpu), or auto")
+    if asked in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--accelerator {asked}, but torch {torch.__version__} finds no CUDA device here; use cpu")
+    if os.environ.get("LT_STRATEGY"):
+        raise ValueError(
+            "--strategy is not for this program: it always trains with ModelParallelStrategy; leave it out"
+        )
+    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def find_config(model: str) -> LlamaConfig:
@@ -499,9 +546,17 @@ def open_data(fabric: "Fabric", options: Options, config: LlamaConfig) -> tuple[
     if options.data.path == "random":
         random_tokens = RandomTokens(config.vocab_size, length, options.seed)
         return Shuffled(random_tokens, options.seed), None, f"random-{config.vocab_size}"
+    problem = None
     if options.data.path is None and fabric.local_rank == 0:
-        prepare_default()
-    fabric.barrier()
+        try:
+            prepare_default()
+        except (ValueError, OSError) as error:
+            problem = (
+                f"the default text cannot be kept at {default_folder()} ({error}); set XDG_CACHE_HOME or --data.path"
+            )
+    problem = fabric.broadcast(problem)
+    if problem:
+        raise ValueError(problem)
     folder = Path(options.data.path or default_folder())
     training, held_out = TokenDataset(folder, length), TokenDataset(folder, length, "validation")
     if training.index["vocab_size"] > config.vocab_size:
@@ -516,23 +571,37 @@ def find_checkpoint(fabric: "Fabric", options: Options) -> Path | None:
     """The checkpoint that the run goes on from, found by rank 0 for all; None for a fresh start.
 
     Raises:
-        ValueError, FileNotFoundError: the folder is in use, or the checkpoint is missing or damaged.
+        ValueError: the run folder is in use or unusable, holds newer checkpoints than the one to go on from, or the
+            checkpoint is missing or damaged.
     """
     problem, path = None, None
     if fabric.is_global_zero:
         out = Path(options.out)
         try:
-            if options.resume == "never" and (out / "metrics.csv").exists():
+            for folder in (out, out / "checkpoints", *out.absolute().parents):
+                if folder.exists() and not folder.is_dir():
+                    raise ValueError(f"the run cannot be kept in {out}: {folder} is not a folder; choose another --out")
+            existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+            if not os.access(existing, os.W_OK):
+                raise ValueError(f"the run cannot be kept in {out}: {existing} is not writable; choose another --out")
+            saved = checkpoints.steps(out / "checkpoints")
+            if options.resume == "never" and (saved or (out / "metrics.csv").exists()):
                 raise ValueError(
-                    f"--resume never, but the run folder {out} is in use (it holds a metrics.csv); choose another "
-                    "folder with --out, or go on from its newest checkpoint with --resume auto"
+                    f"--resume never, but the run folder {out} is in use (it holds a run's metrics or checkpoints); "
+                    "choose another folder with --out, or go on from its newest checkpoint with --resume auto"
                 )
             if options.resume == "auto":
                 path = checkpoints.latest(out / "checkpoints")
             elif options.resume != "never":
                 path = Path(options.resume)
             if path is not None:
-                checkpoints.verify(path)
+                step = checkpoints.verify(path)["step"]
+                if saved and saved[-1][0] > step:
+                    raise ValueError(
+                        f"{path} is of step {step}, but {out} holds a checkpoint of step {saved[-1][0]}: to go on from "
+                        "an earlier step, choose another folder with --out"
+                    )
+            rows_up_to(out / "metrics.csv", 0)
         except (ValueError, OSError) as error:
             problem = str(error)
     problem, path = fabric.broadcast((problem, path))
@@ -577,12 +646,14 @@ def check_resume(path: Path, described: dict[str, Any]) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, check, launch, build, train: the program."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
     try:
         options, resolved = parse(sys.argv[1:] if arguments is None else arguments)
         check_options(options)
         config = find_config(options.model)
-        accelerator = os.environ.get("LT_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
-        on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+        accelerator = choose_accelerator(os.environ.get("LT_ACCELERATOR", "auto"))
+        on_gpu = accelerator == "cuda"
         precision = check_precision(os.environ.get("LT_PRECISION") or ("bf16-mixed" if on_gpu else "32-true"))
         devices = int(os.environ.get("WORLD_SIZE", 1))  # set by fabric run and torchrun
         devices_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
@@ -645,6 +716,7 @@ def main(arguments: list[str] | None = None) -> None:
             out.mkdir(parents=True, exist_ok=True)
             (out / "config.yaml").write_text(resolved)
             begin_metrics(out / "metrics.csv", done)
+            checkpoints.sweep(out / "checkpoints")
         with fabric.init_module(empty_init=True):
             model = Llama(config)
         model = fabric.setup(model)
@@ -674,17 +746,22 @@ def parse(arguments: list[str]) -> tuple[Options, str]:
         description="Train a Llama with tensor parallelism and FSDP2 on Lightning Fabric.",
         epilog="Example: fabric run fabric_train.py --devices 4 --steps 500 --optimizer.lr 2e-3 --out runs/mine",
         exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML recipe; options after it override it")
     parser.add_class_arguments(Options)
     arguments = take_fabric_options(arguments)
-    if {"-h", "--help"} & set(arguments) and int(os.environ.get("RANK", 0)):
-        sys.exit(0)  # one help page, not one a process
+    shows = any(word in ("-h", "--help") or word.startswith("--print_config") for word in arguments)
+    if shows and int(os.environ.get("RANK", 0)):
+        sys.exit(0)  # one page, not one a process
     try:
         parsed = parser.parse_args(arguments)
     except ArgumentError as error:
         known = [option for action in parser._actions for option in action.option_strings]
         raise ValueError(explain(str(error), known)) from None
+    for section in ("data", "optimizer", "parallel", "checkpoints", "validate", "log"):
+        if not isinstance(parsed[section], Namespace):
+            raise ValueError(f"`{section}` of the recipe is {parsed[section]}; it takes a mapping of its options")
     values = dict(parser.instantiate(parsed).items())
     values.pop("config")
     return Options(**values), parser.dump(parsed, skip_unset=False)
@@ -712,6 +789,8 @@ def take_fabric_options(arguments: list[str]) -> list[str]:
                 if not pending:
                     raise ValueError(f"{name} takes a value")
                 value = pending.pop(0)
+            if not value:
+                raise ValueError(f"{name} takes a value")
             os.environ["LT_" + name[2:].upper()] = value
         else:
             remaining.append(name + separator + value)
@@ -722,7 +801,8 @@ def explain(message: str, known: list[str]) -> str:
     """A parser's message as one paragraph, with the nearest known option beside an unknown one."""
     message = " ".join(message.split())
     for word in message.split():
-        near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+        word = word.partition("=")[0].rstrip(":")
+        near = difflib.get_close_matches(word, known, n=1)
         if word.startswith("--") and word not in known and near:
             message += f"; did you mean {near[0]}?"
     return message + "; `--help` lists all options"

@@ -55,7 +55,6 @@ def save(
     final = folder / f"step-{progress['step']:08d}"
     partial = folder / f".{final.name}.partial"
     if fabric.is_global_zero:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that died in the middle of this same save
         folder.mkdir(parents=True, exist_ok=True)
     state = {"model": model, "optimizer": optimizer, "progress": {**progress, "rng": _all_rng_states()}}
     fabric.barrier()
@@ -71,8 +70,6 @@ def save(
         for path in partial.rglob("*"):
             _sync(path)
         _sync(partial)
-        if final.exists():  # the same step again, after a resume from an earlier one
-            shutil.rmtree(final)
         partial.rename(final)
         _sync(folder)
     fabric.barrier()
@@ -129,13 +126,17 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text())
         found = manifest["format"], manifest["version"]
-        _ = manifest["step"], manifest["files"].items()
+        whole = isinstance(manifest["step"], int) and {".metadata", "meta.pt"} <= manifest["files"].keys()
+        whole = whole and all(isinstance(manifest[part], dict) for part in ("model", "data"))
+        whole = whole and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest["files"])
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{file} is damaged: {type(e).__name__} {e}") from None
     if found != (FORMAT, VERSION):
         raise ValueError(
             f"{file} says format {found[0]!r}, version {found[1]}; this program reads {FORMAT!r}, {VERSION}"
         )
+    if not whole:
+        raise ValueError(f"{file} is damaged: it does not describe a whole checkpoint")
     return manifest
 
 
@@ -173,11 +174,23 @@ def retire(folder: str | Path, keep_last: int, keep_every: int, source: Path | N
     if keep_last < 0:
         return
     for step, path in steps(folder)[: -keep_last or None]:
-        if (keep_every and step % keep_every == 0) or path == source:
+        if (keep_every and step % keep_every == 0) or (source and path.resolve() == source.resolve()):
             continue
-        doomed = path.with_name(f".{path.name}.deleted")  # never half a folder under a complete one's name
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(path)
+
+
+def sweep(folder: str | Path) -> None:
+    """Remove what saves and deletions that were killed left behind; called by one process, before training."""
+    for path in Path(folder).glob(".step-*"):
+        if path.name.endswith((".partial", ".deleted")):
+            shutil.rmtree(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint: first its name, so that there is never half a folder under a complete one's."""
+    doomed = path.with_name(f".{path.name}.deleted")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _all_rng_states() -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from data.tokenizer import load_tokenizer
+
 IGNORED = -100  # a label that is not trained on, PyTorch's own default
 FORMAT = "fabric-llama tokens"
 VERSION = 1
@@ -133,8 +135,13 @@ def read_index(folder: Path) -> dict:
         width = DTYPES[index["dtype"]].itemsize
         total = width * sum(shard["tokens"] for shard in shards)
         for shard in shards:
+            if Path(shard["file"]).name != shard["file"]:
+                raise ValueError(f"{path} names {shard['file']}, which is not a file of the folder itself")
             _check_shard(folder / shard["file"], shard["tokens"] * width, shard["sha256"], total <= _HASH_UP_TO)
-        _ = index["vocab_size"], index["tokenizer"], index["splits"]["train"], index["splits"]["validation"]
+        splits = [index["splits"][name] for name in ("train", "validation")]
+        if index["vocab_size"] < 1 or not all(split["text_bytes"] > 0 and split["shards"] for split in splits):
+            raise ValueError(f"{path} is damaged: its vocabulary or one of its splits is empty")
+        load_tokenizer(index["tokenizer"])
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} is damaged: {type(e).__name__} {e}") from None
     return index

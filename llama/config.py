@@ -21,6 +21,10 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
+    def __post_init__(self) -> None:
+        if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor and self.original_max_position > 0):
+            raise ValueError(f"{self} needs factor > 0, high_freq_factor > low_freq_factor, original_max_position > 0")
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -46,8 +50,13 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
         for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"LlamaConfig.{name} is {getattr(self, name)}; it must be at least 1")
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(
+                    f"LlamaConfig.{name} is {getattr(self, name)!r}; it must be a whole number of at least 1"
+                )
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"LlamaConfig.{name} is {getattr(self, name)}; it must be more than 0")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly; "
@@ -82,13 +91,24 @@ class LlamaConfig:
             hf = json.loads(path.read_text())
         except json.JSONDecodeError as e:
             raise ValueError(f"{path} is not JSON: {e}") from None
+        if not isinstance(hf, dict):
+            raise ValueError(f"{path} holds no JSON object")
+        try:
+            return cls._from_hf(hf)
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
+            raise ValueError(f"{path} cannot be understood: {type(e).__name__} {e}") from None
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
+
+    @classmethod
+    def _from_hf(cls, hf: dict) -> LlamaConfig:
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         missing = [key for key in needed if key not in hf]
         if missing:
-            raise ValueError(f"{path} lacks {', '.join(missing)}")
+            raise ValueError(f"it lacks {', '.join(missing)}")
         refused = _unsupported(hf)
         if refused:
-            raise ValueError(f"{path} describes a model that this Llama does not compute: {'; '.join(refused)}")
+            raise ValueError(f"it describes a model that this Llama does not compute: {'; '.join(refused)}")
 
         # transformers 5 writes theta and scaling into `rope_parameters`; earlier versions write `rope_theta` and
         # `rope_scaling` beside each other.

@@ -27,6 +27,7 @@ def sample_ids(
     Args:
         logits_of: tokens (1, context) int64 -> logits (1, context, V), whole on every rank.
         prompt: at least one id.
+        new_tokens: fewer are drawn where the logits are not finite.
         vocab_size: ids at or above it are never drawn (a model's vocabulary is often padded beyond its tokenizer's).
         temperature: divides the logits; 0 takes the likeliest id.
     """
@@ -37,6 +38,8 @@ def sample_ids(
         row = torch.zeros(1, context, dtype=torch.int64)
         row[0, : len(seen)] = torch.tensor(seen)
         logits = logits_of(row.to(device))[0, len(seen) - 1, :vocab_size].float().cpu()
+        if not logits.isfinite().all():
+            break  # a model that has diverged has nothing to say; every rank sees the same logits
         if temperature == 0.0:
             ids.append(int(logits.argmax()))
         else:

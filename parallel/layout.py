@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llama.config import LlamaConfig
@@ -71,7 +72,9 @@ def choose_layout(
             f"works is {largest} (--parallel.tensor {largest})"
         )
 
-    if global_batch < 1 or global_batch % fixed_data:
+    if global_batch < 1:
+        raise ValueError(f"--data.global_batch_size is {global_batch}; it takes a number of at least 1")
+    if global_batch % fixed_data:
         raise ValueError(
             f"a global batch of {global_batch} sequences cannot be shared evenly by {fixed_data} data-parallel ranks; "
             f"make --data.global_batch_size a multiple of {fixed_data}"
@@ -81,10 +84,16 @@ def choose_layout(
     if micro_batch < 1 or share % micro_batch:
         raise ValueError(
             f"a global batch of {global_batch} sequences over {fixed_data} data-parallel ranks leaves {share} to each, "
-            f"which micro-batches of {micro_batch} do not divide; choose --data.micro_batch_size among "
-            f"{', '.join(str(m) for m in range(1, share + 1) if share % m == 0)}"
+            f"which micro-batches of {micro_batch} do not divide; the largest smaller size that does is "
+            f"--data.micro_batch_size {_largest_divisor(share, micro_batch)}"
         )
     return Layout(fixed_data, fixed_tensor, micro_batch, share // micro_batch)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is no larger than `limit`; 1 where there is none."""
+    pairs = ((small, number // small) for small in range(1, math.isqrt(number) + 1) if number % small == 0)
+    return max((divisor for pair in pairs for divisor in pair if divisor <= limit), default=1)
 
 
 def _size(option: str, value: int | str) -> int | None:

@@ -62,8 +62,10 @@ def test_accumulation_follows_from_the_batch():
         ({"devices": 3, "tensor": 3}, ["8 (query heads)", "320 (vocabulary)", "works is 1"]),
         ({"devices": 4, "tensor": 4, "length": 126}, ["126 (sequence length)", "works is 2"]),
         ({"devices": 4, "batch": 63}, ["63 sequences", "2 data-parallel ranks", "multiple of 2"]),
-        ({"devices": 4, "batch": 64, "micro": 5}, ["leaves 32", "micro-batches of 5", "1, 2, 4, 8, 16, 32"]),
+        ({"devices": 4, "batch": 64, "micro": 5}, ["leaves 32", "micro-batches of 5", "--data.micro_batch_size 4"]),
         ({"devices": 4, "batch": 64, "micro": 0}, ["micro-batches of 0"]),
+        ({"devices": 4, "batch": 10**12, "micro": 7}, ["--data.micro_batch_size 5"]),
+        ({"devices": 4, "batch": -8}, ["--data.global_batch_size is -8", "at least 1"]),
         ({"devices": 4, "tensor": 0}, ["--parallel.tensor is 0"]),
     ],
 )
@@ -95,6 +97,12 @@ CALLS = {
     "zero steps": (["--steps", "0"], ["--steps is 0", "at least 1"]),
     "schedule": (["--optimizer.warmup_steps", "500"], ["step 100", "500 steps"]),
     "nothing kept": (["--checkpoints.keep_last", "0"], ["keep_last"]),
+    "abbreviation": (["--optimizer.l", "1"], ["--optimizer.l"]),
+    "negative rate": (["--optimizer.min_lr", "-1"], ["min_lr is -1", "at least 0"]),
+    "beta": (["--optimizer.beta2", "1"], ["beta2 is 1", "from 0 up to"]),
+    "seed": (["--seed", "-1"], ["--seed is -1"]),
+    "accelerator": (["--accelerator", "tpu"], ["tpu", "cpu, cuda"]),
+    "no GPU": (["--accelerator", "gpu"], ["finds no CUDA device"]),
     "missing checkpoint": (["--resume", "nowhere/step-00000001"], ["nowhere/step-00000001"]),
     "window longer than the text": (["--data.sequence_length", "1000000000"], ["too few", "1000000000"]),
 }
@@ -109,6 +117,42 @@ def test_bad_call(group, tmp_path, name):
     for fragment in fragments:
         assert fragment in message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "text, fragments",
+    [
+        ("data: null", ["data"]),
+        ("optimizer: 3", ["optimizer"]),
+        ("optimizer: {lrr: 1}", ["lrr"]),
+        ("lerning_rate: 1", ["lerning_rate"]),
+        ("optimizer: {lr: [1]}", ["optimizer.lr"]),
+    ],
+)
+def test_bad_recipe(group, tmp_path, text, fragments):
+    (tmp_path / "recipe.yaml").write_text(text)
+    arguments = ["--config", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]
+    code, message = group.run(1, jobs.refused, arguments)[0]
+    assert code == 2 and message.startswith("error: ") and message.count("\n") == 1
+    for fragment in fragments:
+        assert fragment in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_unusable_run_folder(group, tokens, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "checkpoints").write_text("")
+    for out, fragment in (
+        (tmp_path / "file", "is not a folder"),
+        (tmp_path / "file" / "below", "is not a folder"),
+        (tmp_path / "third", "is not a folder"),
+        (tmp_path / "other", "is not the metrics of a run"),
+    ):
+        code, message = group.run(1, jobs.refused, ["--data.path", str(tokens), "--out", str(out)])[0]
+        assert code == 2 and fragment in message and message.count("\n") == 1
 
 
 def test_bad_mesh_on_several_processes(group, tmp_path):
@@ -138,6 +182,14 @@ def damaged(tokens, tmp_path, how):
         (folder / "index.json").write_text(json.dumps({"format": "other"}))
     elif how == "no index":
         (folder / "index.json").unlink()
+    elif how == "outside":
+        index["splits"]["train"]["shards"][0]["file"] = "../tokens/train-00000.bin"
+        (folder / "index.json").write_text(json.dumps(index))
+    elif how == "unknown tokenizer":
+        (folder / "index.json").write_text(json.dumps(index | {"tokenizer": "foo"}))
+    elif how == "no text":
+        index["splits"]["validation"]["text_bytes"] = 0
+        (folder / "index.json").write_text(json.dumps(index))
     elif how == "larger vocabulary":
         (folder / "index.json").write_text(json.dumps(index | {"vocab_size": 50257}))
     return folder
@@ -153,6 +205,9 @@ def damaged(tokens, tmp_path, how):
         "later version": ["version 2", "reads version 1"],
         "foreign": ["not the index of a token folder"],
         "no index": ["holds no index.json"],
+        "outside": ["not a file of the folder itself"],
+        "unknown tokenizer": ["tokenizer 'foo' is not known"],
+        "no text": ["one of its splits is empty"],
         "larger vocabulary": ["50,257", "320"],
     }.items(),
 )

@@ -124,14 +124,14 @@ def test_default_run_learns_real_text(group, tmp_path):
 
 
 def test_torchrun(tokens, tmp_path):
-    arguments = train_arguments(tmp_path / "run", tokens, **SHORT)
+    arguments = train_arguments(tmp_path / "run", tokens, **SHORT | {"log.samples_every": -1})
     text = call(BIN / "torchrun", "--nproc-per-node", 2, "--master-port", free_port(), "fabric_train.py", *arguments)
     assert "data-parallel 1 x tensor-parallel 2" in text
     assert [row["step"] for row in rows(tmp_path / "run")] == ["1", "2", "3"]
 
 
 def test_fabric_run(tokens, tmp_path):
-    arguments = train_arguments(tmp_path / "run", tokens, **SHORT)
+    arguments = train_arguments(tmp_path / "run", tokens, **SHORT | {"log.samples_every": -1})
     command = [BIN / "fabric", "run", "fabric_train.py", "--devices", 4, "--main-port", free_port()]
     text = call(*command, "--", *arguments)
     assert "data-parallel 2 x tensor-parallel 2" in text

@@ -244,6 +244,12 @@ def test_config_of_llama_3_2_1b(tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_key_value_heads": 5}, "multiple of n_kv_heads"),
+        ({"vocab_size": "320"}, "whole number"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be understood"),
+        ({"num_hidden_layers": 2.0}, "whole number"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": HF["rope_scaling"] | {"low_freq_factor": 4.0}}, "high_freq_factor > low_freq_factor"),
+        ({"rms_norm_eps": -5}, "norm_eps"),
     ],
 )
 def test_configs_that_are_not_ours_are_refused(tmp_path, changes, fragment):
@@ -289,3 +295,7 @@ def test_sampling_goes_on_from_the_last_id():
     expected = [(3 + i) % 7 for i in range(20)]
     assert sample_ids(logits_of, [0, 1, 2], temperature=0.0, **options) == expected
     assert sample_ids(logits_of, [0, 1, 2], temperature=0.5, **options) == expected
+
+
+def test_sampling_ends_where_the_logits_are_not_finite():
+    assert sample_ids(lambda t: torch.full((1, 8, 9), torch.nan), [1], new_tokens=5, context=8, vocab_size=9) == []

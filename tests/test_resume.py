@@ -207,3 +207,43 @@ def test_manifest_of_a_later_version_is_refused(stopped, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 9}))
     with pytest.raises(ValueError, match="version 9"):
         checkpoints.verify(tmp_path / "step-00000010")
+
+
+def test_going_on_from_an_earlier_step_needs_another_folder(group, tokens, undisturbed, tmp_path):
+    """In the same folder the newest by step would be the old branch's: two runs would be glued together."""
+    shutil.copytree(undisturbed[0], tmp_path / "run")
+    earlier = tmp_path / "run" / "checkpoints" / "step-00000010"
+    arguments = train_arguments(tmp_path / "run", tokens, **TWENTY | {"resume": earlier})
+    code, message = group.run(1, jobs.refused, arguments)[0]
+    assert code == 2 and "is of step 10" in message and "checkpoint of step 20" in message
+    rows = run(group, tokens, tmp_path / "branch", (1, 1), resume=earlier)[0]["rows"]
+    assert [row["step"] for row in rows] == [str(step) for step in range(11, 21)]
+
+
+def test_never_sees_checkpoints_without_metrics(group, tokens, stopped, tmp_path):
+    shutil.copytree(stopped[0], tmp_path / "run")
+    (tmp_path / "run" / "metrics.csv").unlink()
+    arguments = train_arguments(tmp_path / "run", tokens, **TWENTY | {"resume": "never"})
+    code, message = group.run(1, jobs.refused, arguments)[0]
+    assert code == 2 and "is in use" in message
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": None}, {"model": 3}, {"step": "x"}, {"files": {}}, {"files": {"../x": {}, ".metadata": {}}}]
+)
+def test_manifest_that_is_not_whole_is_refused(stopped, tmp_path, change):
+    shutil.copytree(checkpoints.latest(stopped[0] / "checkpoints"), tmp_path / "step-00000010")
+    file = tmp_path / "step-00000010" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=r"manifest.json is damaged"):
+        checkpoints.verify(tmp_path / "step-00000010")
+
+
+def test_leftovers_of_killed_saves_are_swept(group, tokens, stopped, tmp_path):
+    shutil.copytree(stopped[0], tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    for name in (".step-00000020.partial", ".step-00000004.deleted"):
+        (folder / name).mkdir()
+        (folder / name / "junk").write_text("")
+    run(group, tokens, tmp_path / "run", (1, 1))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000010", "step-00000020"]
