@@ -7,9 +7,11 @@ torchrun --nproc-per-node 4 fabric_train.py
 
 import csv
 import difflib
+import json
 import math
 import os
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -33,15 +35,16 @@ from data import (
     TokenDataset,
     default_folder,
     fingerprint,
-    load_tokenizer,
     prepare_default,
 )
-from llama import PRESETS, Llama, LlamaConfig, init_weights
+from llama import PRESETS, Llama, LlamaConfig, Weights, init_weights, load_weights, open_weights
 from llama.generate import sample_ids
 from parallel import Layout, check_precision, choose_layout, parallelize, plain, write_shard
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
+
+    from checkpoints.convert import CheckpointWeights
 
 METRICS = (
     "step", "tokens", "loss", "grad_norm", "lr", "seconds", "tokens_per_second",
@@ -151,8 +154,10 @@ class LogOptions:
 class Options:
     """Run"""
 
-    model: str = "tiny"
-    """preset, or a folder with a Hugging Face config.json"""
+    model: str | None = None
+    """preset, or a folder with a Hugging Face config.json (default: that of --init_from, else tiny)"""
+    init_from: str | None = None
+    """weights to start from: a folder in Hugging Face's or Meta's layout, or a checkpoint (default: seeded random)"""
     steps: int = 100
     """optimizer steps to reach"""
     seed: int = 11
@@ -179,11 +184,12 @@ def train(
     options: Options,
     progress: dict[str, int],
     described: dict[str, Any],
+    assets: dict[str, bytes],
 ) -> None:
     """The loop. Every rank runs it; `progress` holds step, samples and tokens done so far and is moved on.
 
     `training` is indexed by global sample and gives (inputs, labels), each (S,) int64; `described` goes into every
-    checkpoint's manifest.
+    checkpoint's manifest, `assets` (file name -> content) beside it.
     """
     data_axis = fabric.strategy.device_mesh["data_parallel"]
     order = RankBatches(
@@ -234,7 +240,7 @@ def train(
             clock, logged_step = time.perf_counter(), step  # what follows the line does not count as training time
 
         if due(step, options.checkpoints.every, options.steps):
-            save_checkpoint(fabric, model, optimizer, options, progress, described)
+            save_checkpoint(fabric, model, optimizer, options, progress, described, assets)
             clock, logged_step = time.perf_counter(), step
 
         if held_out and options.log.samples_every >= 0 and due(step, options.log.samples_every, options.steps):
@@ -340,8 +346,9 @@ def report(fabric: "Fabric", options: Options, metrics: dict[str, float]) -> Non
     with (Path(options.out) / "metrics.csv").open("a", newline="") as file:
         csv.DictWriter(file, METRICS, extrasaction="ignore").writerow(metrics)
     step = int(metrics["step"])
-    line = f"step {step:>{len(str(options.steps))}}/{options.steps}  loss {metrics['loss']:.4f}"
-    line += f"  grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}"
+    line = f"step {step:>{len(str(options.steps))}}/{options.steps}"
+    if "loss" in metrics:
+        line += f"  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}"
     if "seconds" in metrics:
         eta = timedelta(seconds=round((options.steps - step) * metrics["seconds"]))
         line += f"  {metrics['tokens_per_second']:,.0f} tokens/s"
@@ -359,7 +366,7 @@ def write_sample(
     fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, options: Options, step: int
 ) -> None:
     """Let the live sharded model go on from a held-out beginning; all ranks run it, rank 0 appends it to samples.md."""
-    tokenizer = load_tokenizer(held_out.index["tokenizer"])
+    tokenizer = held_out.tokenizer
     prompt = held_out[len(held_out) // 2][0][:32].tolist()
     context = min(held_out.sequence_length, 128 * layout.tensor)  # a multiple of the tensor-parallel size
     with torch.compiler.set_stance("force_eager"):  # another shape than training's: not worth compiling for
@@ -389,10 +396,11 @@ def save_checkpoint(
     options: Options,
     progress: dict[str, int],
     described: dict[str, Any],
+    assets: dict[str, bytes],
 ) -> None:
     """Publish a checkpoint of this step, then retire old ones."""
     folder = Path(options.out) / "checkpoints"
-    checkpoints.save(fabric, folder, model, optimizer, progress, described)
+    checkpoints.save(fabric, folder, model, optimizer, progress, described, assets)
     if fabric.is_global_zero:
         checkpoints.retire(folder, options.checkpoints.keep_last, options.checkpoints.keep_every)
 
@@ -420,7 +428,7 @@ def plot_loss(metrics_file: Path, picture: Path) -> None:
 
 def begin_metrics(path: Path, step: int) -> None:
     """Make metrics.csv ready for rows after `step`: a header, and of an earlier run only the rows up to that step."""
-    rows = rows_up_to(path, step)
+    rows = rows_up_to(path, step) if step else []
     fresh = path.with_name(".metrics.csv.partial")
     with fresh.open("w", newline="") as file:
         writer = csv.DictWriter(file, METRICS, extrasaction="ignore")
@@ -523,17 +531,49 @@ def choose_accelerator(asked: str) -> str:
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def find_config(model: str) -> LlamaConfig:
-    """The config of a preset or of a folder with a Hugging Face config.json.
+def open_source(init_from: str | None) -> "Weights | CheckpointWeights | None":
+    """The weights that the run starts from, all tensors accounted for and none read; None for seeded random ones.
 
     Raises:
-        ValueError, FileNotFoundError: it is neither, or describes another kind of model.
+        ValueError, FileNotFoundError: they are missing, damaged, or of another kind of model.
+    """
+    if init_from is None:
+        return None
+    if (Path(init_from) / checkpoints.MANIFEST).is_file():
+        from checkpoints.convert import CheckpointWeights
+
+        return CheckpointWeights(init_from, check_files=int(os.environ.get("RANK", 0)) == 0)
+    return open_weights(init_from)
+
+
+def find_config(model: str, source: "Weights | CheckpointWeights | None") -> LlamaConfig:
+    """The config of a preset, or of a folder with a Hugging Face config.json; it must be that of the source's weights.
+
+    Raises:
+        ValueError, FileNotFoundError: it is neither, describes another kind of model, or other weights than the
+            source's; the differing values are named.
     """
     if model in PRESETS:
-        return LlamaConfig.preset(model)
-    if Path(model).is_dir():
-        return LlamaConfig.from_hf(model)
-    raise ValueError(f"--model {model} is neither a folder nor one of the presets {', '.join(PRESETS)}")
+        config = LlamaConfig.preset(model)
+    elif source is not None and Path(model) == source.path:
+        config = source.config
+    elif Path(model).is_dir():
+        config = LlamaConfig.from_hf(model)
+    else:
+        raise ValueError(f"--model {model} is neither a folder nor one of the presets {', '.join(PRESETS)}")
+    if source is not None:
+        theirs = source.config.to_dict()
+        differing = [
+            f"{key} is {value} in --model, {theirs[key]} in --init_from"
+            for key, value in config.to_dict().items()
+            if value != theirs[key] and key != "max_position"
+        ]
+        if differing:
+            raise ValueError(
+                f"--model {model} is not the model of the weights to start from: {'; '.join(differing)}; leave --model "
+                "out to take theirs"
+            )
+    return config
 
 
 def open_data(fabric: "Fabric", options: Options, config: LlamaConfig) -> tuple[Dataset, TokenDataset | None, str]:
@@ -610,7 +650,13 @@ def find_checkpoint(fabric: "Fabric", options: Options) -> Path | None:
     return path
 
 
-def describe(options: Options, config: LlamaConfig, layout: Layout, data_fingerprint: str) -> dict[str, Any]:
+def describe(
+    options: Options,
+    config: LlamaConfig,
+    layout: Layout,
+    data_fingerprint: str,
+    source: dict[str, str] | None,
+) -> dict[str, Any]:
     """What a checkpoint is of: goes into its manifest, and is compared with the run that resumes from it."""
     return {
         "model": config.to_dict(),
@@ -620,17 +666,52 @@ def describe(options: Options, config: LlamaConfig, layout: Layout, data_fingerp
             "seed": options.seed,
         },
         "mesh": {"data": layout.data, "tensor": layout.tensor},
+        "source": source,
         "options": asdict(options),
     }
+
+
+def collect_assets(imported: dict[str, Path], held_out: TokenDataset | None) -> dict[str, bytes]:
+    """The files that travel with the weights into every checkpoint and from there to an export: name -> content.
+
+    What came with the imported weights, but the tokenizer, and the ids that begin and end a text, are the data's.
+    """
+    assets = {name: path.read_bytes() for name, path in imported.items()}
+    if held_out is None:
+        return assets
+    tokenizer = held_out.tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    if any(name.startswith("tokenizer.") and assets.get(name) == content for name, content in files.items()):
+        return assets
+    special = {"bos_token_id": tokenizer.begin_id, "eos_token_id": tokenizer.end_id}
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+                 "added_tokens.json", "chat_template.jinja"):  # fmt: skip
+        assets.pop(name, None)
+    if "config.json" in assets:
+        assets["config.json"] = json.dumps({**json.loads(assets["config.json"]), **special}, indent=2).encode()
+    assets["generation_config.json"] = json.dumps({"_from_model_config": True, **special}, indent=2).encode()
+    return assets | files
 
 
 def check_resume(path: Path, described: dict[str, Any]) -> int:
     """Compare a checkpoint with the run that is to go on from it, and return its step.
 
     Raises:
-        ValueError: it is of another model or other data; both values are named.
+        ValueError: it is of another model or other data, or began from other weights; both values are named.
     """
     manifest = checkpoints.read_manifest(path)
+    if manifest.get("weights_only"):
+        raise ValueError(f"{path} holds weights alone, not a run to go on with; start from it with --init_from {path}")
+    began, now = manifest.get("source"), described["source"]
+    if now is not None and (began or {}).get("fingerprint") != now["fingerprint"]:
+        there = f"{began['path']} ({began['fingerprint']})" if began else "random ones"
+        raise ValueError(
+            f"{path} is of a run that began from other weights: {there} there, {now['path']} ({now['fingerprint']}) "
+            "here; leave --init_from out to go on, or start anew in another folder with --out"
+        )
+    described["source"] = began
     for kind in ("model", "data"):
         saved, now = manifest[kind], described[kind]
         differing = [
@@ -651,7 +732,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         options, resolved = parse(sys.argv[1:] if arguments is None else arguments)
         check_options(options)
-        config = find_config(options.model)
+        source = open_source(options.init_from)
+        config = find_config(options.model, source)
         accelerator = choose_accelerator(os.environ.get("LT_ACCELERATOR", "auto"))
         on_gpu = accelerator == "cuda"
         precision = check_precision(os.environ.get("LT_PRECISION") or ("bf16-mixed" if on_gpu else "32-true"))
@@ -678,8 +760,11 @@ def main(arguments: list[str] | None = None) -> None:
         recompute, compile = options.parallel.recompute, options.parallel.compile
         parallelize(model, mesh, precision=precision, recompute=recompute, compile=compile)
         model.to_empty(device=fabric.device)
-        init_weights(model, options.seed, write_shard)
-        return model
+        if checkpoint is None and isinstance(source, Weights):
+            load_weights(model, source, write_shard)
+        elif checkpoint is None and source is None:
+            init_weights(model, options.seed, write_shard)
+        return model  # a checkpoint is loaded later, with the optimizer
 
     strategy = ModelParallelStrategy(
         parallelize_fn=cut,
@@ -699,7 +784,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         training, held_out, data_fingerprint = open_data(fabric, options, config)
-        described = describe(options, config, layout, data_fingerprint)
+        began = fabric.broadcast(source.describe()) if source else None
+        described = describe(options, config, layout, data_fingerprint, began)
         checkpoint = find_checkpoint(fabric, options)
         done = check_resume(checkpoint, described) if checkpoint else 0
     except (ValueError, OSError) as error:
@@ -722,10 +808,21 @@ def main(arguments: list[str] | None = None) -> None:
         model = fabric.setup(model)
         optimizer = fabric.setup_optimizers(make_optimizer(model, options.optimizer))
         progress = {"step": 0, "samples": 0, "tokens": 0}
+        imported: dict[str, Path] = {}
         if checkpoint:
             progress = checkpoints.load(fabric, checkpoint, model, optimizer)
+            imported = checkpoints.assets(checkpoint)
+        elif source:
+            imported = source.assets
+            if not isinstance(source, Weights):
+                checkpoints.load_model(fabric, source.path, model)
+        assets = collect_assets(imported, held_out) if fabric.is_global_zero else {}
         announce(fabric, options, config, layout, precision, data_fingerprint, checkpoint)
-        train(fabric, model, optimizer, training, held_out, layout, options, progress, described)
+        if source and held_out and not checkpoint:  # a wrong import is seen here, before any training
+            report(
+                fabric, options, {**progress, **validate(fabric, model, held_out, layout, options.validate.sequences)}
+            )
+        train(fabric, model, optimizer, training, held_out, layout, options, progress, described, assets)
         if fabric.is_global_zero:
             plot_loss(out / "metrics.csv", out / "loss.png")
             print(f"Done. See {out}/loss.png, samples.md, metrics.csv, checkpoints/.", flush=True)
@@ -762,6 +859,7 @@ def parse(arguments: list[str]) -> tuple[Options, str]:
     for section in ("data", "optimizer", "parallel", "checkpoints", "validate", "log"):
         if not isinstance(parsed[section], Namespace):
             raise ValueError(f"`{section}` of the recipe is {parsed[section]}; it takes a mapping of its options")
+    parsed.model = parsed.model or parsed.init_from or "tiny"
     values = dict(parser.instantiate(parsed).items())
     values.pop("config")
     return Options(**values), parser.dump(parsed, skip_unset=False)
@@ -820,12 +918,15 @@ def announce(
     """What this run is, in a few lines."""
     per_step = options.data.global_batch_size * options.data.sequence_length
     text = options.data.path or "the Python standard library's source"
+    begin = f"from {options.init_from}" if options.init_from else f"random, seed {options.seed}"
+    begin = f"resumed from {checkpoint}" if checkpoint else begin
     fabric.print(
         f"Llama {options.model}, {config.parameters:,} parameters, {precision} on {fabric.device.type}\n"
         f"mesh: data-parallel {layout.data} x tensor-parallel {layout.tensor}, micro-batches of {layout.micro_batch} "
         f"x {options.data.sequence_length} tokens, {layout.accumulation} a step\n"
         f"data: {text} ({data_fingerprint}), {per_step:,} tokens a step, {options.steps} steps\n"
-        f"run folder: {options.out}" + (f", resumed from {checkpoint}" if checkpoint else "")
+        f"weights: {begin}\n"
+        f"run folder: {options.out}"
     )
 
 

@@ -1,5 +1,34 @@
-"""Checkpoints that are complete or absent, and runs that go on from them. This package knows no model."""
+"""Checkpoints that are complete or absent, and runs that go on from them. This package knows no model.
 
-from checkpoints.folders import latest, load, read_manifest, retire, save, steps, sweep, verify
+(Its conversion commands do: ``checkpoints.convert``, which nothing here imports.)
+"""
 
-__all__ = ["latest", "load", "read_manifest", "retire", "save", "steps", "sweep", "verify"]
+from checkpoints.folders import (
+    MANIFEST,
+    assets,
+    latest,
+    load,
+    load_model,
+    publish,
+    read_manifest,
+    retire,
+    save,
+    steps,
+    sweep,
+    verify,
+)
+
+__all__ = [
+    "MANIFEST",
+    "assets",
+    "latest",
+    "load",
+    "load_model",
+    "publish",
+    "read_manifest",
+    "retire",
+    "save",
+    "steps",
+    "sweep",
+    "verify",
+]

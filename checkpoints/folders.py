@@ -3,6 +3,7 @@
 RUN/checkpoints/step-00000200/    complete: a folder gets this name only after everything in it is on disk
     __0_0.distcp ... .metadata    model and optimizer shards, written by torch.distributed.checkpoint
     meta.pt                       progress: step, samples, tokens, RNG states
+    assets/                       config.json, tokenizer and the like, which travel with the weights to an export
     manifest.json                 what the checkpoint is of, and size and sha256 of every other file
 RUN/checkpoints/.step-00000200.partial/   a save that has not ended; it never counts
 """
@@ -15,6 +16,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 MANIFEST = "manifest.json"
+_ASSETS = "assets"
 FORMAT = "fabric-llama checkpoint"
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
@@ -40,6 +43,7 @@ def save(
     optimizer: Optimizer,
     progress: dict[str, Any],
     described: dict[str, Any],
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Save a checkpoint and publish it as ``folder/step-NNNNNNNN``; called by all ranks together.
 
@@ -47,6 +51,7 @@ def save(
         folder: the run's checkpoint folder.
         progress: plain values; ``progress["step"]`` names the checkpoint. RNG states are added.
         described: what the manifest says the checkpoint is of (model, data, mesh); ``load`` callers compare it.
+        files: rank 0's, that travel with the weights: name -> content.
 
     Returns:
         The published folder.
@@ -60,20 +65,28 @@ def save(
     fabric.barrier()
     fabric.save(partial, state)  # ends with a barrier: every shard is written
     if fabric.is_global_zero:
-        files = {
-            str(path.relative_to(partial)): {"size": path.stat().st_size, "sha256": _sha256(path)}
-            for path in sorted(partial.rglob("*"))
-            if path.is_file()
-        }
-        head = {"format": FORMAT, "version": VERSION, "step": progress["step"], "tokens": progress["tokens"]}
-        _write_json(partial / MANIFEST, {**head, **described, "files": files})
-        for path in partial.rglob("*"):
-            _sync(path)
-        _sync(partial)
-        partial.rename(final)
-        _sync(folder)
+        (partial / _ASSETS).mkdir()
+        for name, content in (files or {}).items():
+            (partial / _ASSETS / name).write_bytes(content)
+        publish(partial, final, {"step": progress["step"], "tokens": progress["tokens"], **described})
     fabric.barrier()
     return final
+
+
+def publish(partial: Path, final: Path, described: dict[str, Any]) -> None:
+    """Give a finished folder its manifest and its name, with everything in it on disk first; called by one process."""
+    files = {
+        str(path.relative_to(partial)): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(partial.rglob("*"))
+        if path.is_file()
+    }
+    manifest = {"format": FORMAT, "version": VERSION, **described, "files": files}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    for path in partial.rglob("*"):
+        _sync(path)
+    _sync(partial)
+    partial.rename(final)
+    _sync(final.parent)
 
 
 def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -95,6 +108,16 @@ def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimize
     if len(states) == fabric.world_size:
         _set_rng_state(states[fabric.global_rank])
     return progress
+
+
+def load_model(fabric: Fabric, path: str | Path, model: nn.Module) -> None:
+    """Load the weights alone of a checkpoint of any mesh into a sharded model; called by all ranks together."""
+    fabric.load(path, {"model": model}, weights_only=True)
+
+
+def assets(path: str | Path) -> dict[str, Path]:
+    """The files of a checkpoint that travel with its weights: name -> path."""
+    return {file.name: file for file in sorted((Path(path) / _ASSETS).glob("*")) if file.is_file()}
 
 
 def steps(folder: str | Path) -> list[tuple[int, Path]]:
@@ -222,10 +245,6 @@ def _sha256(path: Path) -> str:
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _sync(path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer, digest
 from data.tokens import DTYPES, FORMAT, VERSION
 
 _HELD_OUT = 0.02  # share of documents kept for validation
@@ -22,11 +22,11 @@ _HELD_OUT = 0.02  # share of documents kept for validation
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def prepare_documents(documents: Iterable[str], out: str | Path, tokenizer: ByteTokenizer) -> Path:
+def prepare_documents(documents: Iterable[str], out: str | Path, tokenizer: Tokenizer) -> Path:
     """Tokenize documents into a token folder: complete under its name, or absent.
 
-    Each document becomes its begin id, its ids, its end id. The digest of its text decides whether it is held out for
-    validation, so the split does not depend on the order of the documents.
+    Each document becomes its begin id, its ids, its end id (where the tokenizer has them). The digest of its text
+    decides whether it is held out for validation, so the split does not depend on the order of the documents.
 
     Returns:
         The folder.
@@ -46,9 +46,10 @@ def prepare_documents(documents: Iterable[str], out: str | Path, tokenizer: Byte
         files = {name: (work / f"{name}-00000.bin").open("wb") for name in splits}
         for text in documents:
             encoded = text.encode("utf-8", "surrogatepass")
-            digest = int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little")
-            name = "validation" if digest < _HELD_OUT * 2**64 else "train"
-            ids = np.array([tokenizer.begin_id, *tokenizer.encode(text), tokenizer.end_id], DTYPES[dtype_name])
+            draw = int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little")
+            name = "validation" if draw < _HELD_OUT * 2**64 else "train"
+            ids = [tokenizer.begin_id, *tokenizer.encode(text), tokenizer.end_id]
+            ids = np.array([i for i in ids if i is not None], DTYPES[dtype_name])
             files[name].write(ids.tobytes())
             splits[name]["sha256"].update(ids.tobytes())
             splits[name]["documents"] += 1
@@ -84,6 +85,9 @@ def prepare_documents(documents: Iterable[str], out: str | Path, tokenizer: Byte
                 for name, split in splits.items()
             },
         }
+        if not isinstance(tokenizer, ByteTokenizer):
+            tokenizer.save(work)
+            index["tokenizer_sha256"] = digest(tokenizer)
         (work / "index.json").write_text(json.dumps(index, indent=1) + "\n")
         try:
             work.rename(out)

@@ -1,7 +1,9 @@
 """A token folder: ids as fixed-width little-endian integers in memory-mapped files, described by an index.json.
 
-index.json            format, version, dtype, vocab_size, tokenizer, special ids, and for each split its shards
-                      (file, tokens, sha256), documents and bytes of text
+index.json            format, version, dtype, vocab_size, tokenizer (`bytes` or the name of its file, and the file's
+                      sha256), special ids, and for each split its shards (file, tokens, sha256), documents and bytes
+                      of text
+tokenizer.json        or tokenizer.model, where the tokenizer has a file
 train-00000.bin ...   the ids of one split, one document after the other, each between its two special ids
 validation-00000.bin  held-out documents
 """
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import JSON, MODEL, ByteTokenizer, Tokenizer, load_tokenizer
 
 IGNORED = -100  # a label that is not trained on, PyTorch's own default
 FORMAT = "fabric-llama tokens"
@@ -60,6 +62,12 @@ class TokenDataset(Dataset):
                 f"{self.folder} holds {self.tokens:,} tokens in split '{split}', too few for one sequence of "
                 f"{sequence_length} and its next token; use a shorter --data.sequence_length or more text"
             )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids; loaded at each call."""
+        name = self.index["tokenizer"]
+        return ByteTokenizer() if name == ByteTokenizer.name else load_tokenizer(self.folder / name)
 
     @property
     def tokens(self) -> int:
@@ -141,7 +149,13 @@ def read_index(folder: Path) -> dict:
         splits = [index["splits"][name] for name in ("train", "validation")]
         if index["vocab_size"] < 1 or not all(split["text_bytes"] > 0 and split["shards"] for split in splits):
             raise ValueError(f"{path} is damaged: its vocabulary or one of its splits is empty")
-        load_tokenizer(index["tokenizer"])
+        name = index["tokenizer"]
+        if name not in (ByteTokenizer.name, JSON, MODEL):
+            raise ValueError(
+                f"{path}: tokenizer '{name}' is not known; there are: {ByteTokenizer.name}, {JSON}, {MODEL}"
+            )
+        if name != ByteTokenizer.name:
+            _check_hash(folder / name, index["tokenizer_sha256"])
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} is damaged: {type(e).__name__} {e}") from None
     return index
@@ -153,9 +167,16 @@ def _check_shard(path: Path, size: int, sha256: str, compare_hash: bool) -> None
     if path.stat().st_size != size:
         raise ValueError(f"{path} is damaged: it has {path.stat().st_size:,} bytes, index.json says {size:,}")
     if compare_hash:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()  # at most _HASH_UP_TO bytes
-        if found != sha256:
-            raise ValueError(f"{path} is damaged: its sha256 is {found[:12]}..., index.json says {sha256[:12]}...")
+        _check_hash(path, sha256)
+
+
+def _check_hash(path: Path, sha256: str) -> None:
+    """Of a file small enough to be read whole: at most _HASH_UP_TO bytes."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; index.json names it")
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise ValueError(f"{path} is damaged: its sha256 is {found[:12]}..., index.json says {sha256[:12]}...")
 
 
 def fingerprint(index: dict) -> str:
@@ -163,6 +184,7 @@ def fingerprint(index: dict) -> str:
     described = {
         "dtype": index["dtype"],
         "tokenizer": index["tokenizer"],
+        **({"tokenizer_sha256": index["tokenizer_sha256"]} if "tokenizer_sha256" in index else {}),
         "shards": {name: [s["sha256"] for s in split["shards"]] for name, split in index["splits"].items()},
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]

@@ -138,9 +138,49 @@ class LlamaConfig:
             max_position=hf.get("max_position_embeddings", 2048),
         )
 
+    @classmethod
+    def from_dict(cls, values: dict) -> LlamaConfig:
+        """The inverse of ``to_dict``."""
+        scaling = values.get("rope_scaling")
+        return cls(**{**values, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
     def to_dict(self) -> dict:
         """Plain values only, for checkpoints and manifests."""
         return asdict(self)
+
+    def to_hf(self) -> dict:
+        """The content of a Hugging Face config.json, in the form that transformers 4 and 5 and other tools read."""
+        hf = {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.dim,
+            "initializer_range": 0.02,
+            "intermediate_size": self.ffn_dim,
+            "max_position_embeddings": self.max_position,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": self.n_heads,
+            "num_hidden_layers": self.n_layers,
+            "num_key_value_heads": self.n_kv_heads,
+            "rms_norm_eps": self.norm_eps,
+            "rope_scaling": None,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tied_embeddings,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+        }
+        if self.rope_scaling is not None:
+            hf["rope_scaling"] = {
+                "factor": self.rope_scaling.factor,
+                "high_freq_factor": self.rope_scaling.high_freq_factor,
+                "low_freq_factor": self.rope_scaling.low_freq_factor,
+                "original_max_position_embeddings": self.rope_scaling.original_max_position,
+                "rope_type": "llama3",
+            }
+        return hf
 
     @property
     def embedding_parameters(self) -> int:
@@ -176,6 +216,9 @@ def _unsupported(hf: dict) -> list[str]:
     reasons = []
     if hf.get("model_type", "llama") != "llama":
         reasons.append(f"model_type is '{hf['model_type']}', not 'llama'")
+    architectures = hf.get("architectures") or ["LlamaForCausalLM"]
+    if "LlamaForCausalLM" not in architectures:
+        reasons.append(f"architectures is {architectures}, not ['LlamaForCausalLM']")
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         reasons.append(f"hidden_act is '{hf['hidden_act']}', not 'silu'")
     for key in ("attention_bias", "mlp_bias"):
@@ -183,11 +226,15 @@ def _unsupported(hf: dict) -> list[str]:
             reasons.append(f"{key} is true")
     if hf.get("sliding_window"):
         reasons.append(f"sliding_window is {hf['sliding_window']}")
-    if hf.get("quantization_config"):
-        reasons.append("the weights are quantised (quantization_config)")
+    for key in ("quantization_config", "compression_config"):
+        if hf.get(key):
+            reasons.append(f"the weights are quantised ({key})")
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if _rope_type(rope) not in ("default", "llama3"):
         reasons.append(f"rope_type is '{_rope_type(rope)}', not 'default' or 'llama3'")
+    rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    if rotated not in (None, 1.0):
+        reasons.append(f"partial_rotary_factor is {rotated}, not 1")
     return reasons
 
 

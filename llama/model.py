@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,13 +50,15 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) ->
 
 
 def rope_tables(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each (S, 1, K/2) fp32, whatever the precision of the model.
+    """cos and sin of every position's angles, fp32, whatever the precision of the model.
+
+    positions (S,) gives two tables (S, 1, K/2), positions (B, S) two of (B, S, 1, K/2).
 
     Made anew in each forward: there is no buffer that a meta device could leave empty, a precision could round to
     bf16 (8192 positions collapse to 897 values there) or a checkpoint could carry.
     """
-    angles = positions.float()[:, None] * rope_frequencies(config, positions.device)  # (S, K/2)
-    return angles.cos()[:, None], angles.sin()[:, None]
+    angles = positions.float()[..., None] * rope_frequencies(config, positions.device)  # (..., S, K/2)
+    return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,6 +68,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     a, b = x.float().chunk(2, dim=-1)  # (B, S, H, K/2)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class LayerCache(NamedTuple):
+    """Keys and values that a layer has computed, for generation: see ``llama.generate.Cache``."""
+
+    k: Tensor  # (B, L, G, K), slot n holds position n
+    v: Tensor
+    positions: Tensor  # (B, S) int64: of the tokens in this call
+    visible: Tensor | None  # (B, 1, 1, L) bool: slots that the one new token sees; None: a call from position 0 on
+
+
+def attend_to_cache(q: Tensor, cache: LayerCache) -> Tensor:
+    """Attention of one new token a row, q (B, H, 1, K), over the cached slots."""
+    B, H, _, K = q.shape
+    k, v = cache.k.transpose(1, 2), cache.v.transpose(1, 2)  # (B, G, L, K)
+    # the heads that share a KV head stand as its queries: nothing is repeated
+    y = F.scaled_dot_product_attention(q.reshape(B, k.shape[1], -1, K), k, v, attn_mask=cache.visible)
+    return y.reshape(B, H, 1, K)
 
 
 class Attention(nn.Module):
@@ -78,13 +99,20 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         B, S, _ = x.shape
         q = rotate(self.wq(x).view(B, S, -1, self.head_dim), cos, sin)  # (B, S, H, K); H is local under tp
         k = rotate(self.wk(x).view(B, S, -1, self.head_dim), cos, sin)  # (B, S, G, K)
         v = self.wv(x).view(B, S, -1, self.head_dim)  # (B, S, G, K)
+        if cache is not None:
+            rows = torch.arange(B, device=x.device)[:, None]
+            cache.k.index_put_((rows, cache.positions), k)
+            cache.v.index_put_((rows, cache.positions), v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, S, K)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        if cache is not None and cache.visible is not None:
+            y = attend_to_cache(q, cache)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(y.transpose(1, 2).reshape(B, S, -1))  # (B, S, D)
 
 
@@ -112,16 +140,16 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.recompute = "none"  # "none", "selective" or "full": set by parallel.parallelize
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         # A call, not a wrapper module: no name in the state dict changes, and `block.compile()` sees what is inside.
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.layer(x, cos, sin)
+            return self.layer(x, cos, sin, cache)
         if self.recompute == "full":
             return checkpoint(self.layer, x, cos, sin, use_reentrant=False)
         return checkpoint(self.layer, x, cos, sin, use_reentrant=False, context_fn=selective_contexts)
 
-    def layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)  # (B, S, D), or (B, S/t, D) under tp
+    def layer(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache)  # (B, S, D), or (B, S/t, D) under tp
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -168,11 +196,22 @@ class Llama(nn.Module):
         if not self.tok_embeddings.weight.is_meta:
             init_weights(self, seed=0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = rope_tables(self.config, torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(
+        self, tokens: Tensor, cache: Sequence[LayerCache] | None = None, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, S, V) of tokens (B, S).
+
+        Args:
+            cache: for generation, one a layer; their positions are the tokens'. Without: positions 0 to S - 1.
+            wanted: (B,) int64, for generation: the one index of each row whose logits are computed, giving (B, 1, V).
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device) if cache is None else cache[0].positions
+        cos, sin = rope_tables(self.config, positions)
         x = self.tok_embeddings(tokens)  # (B, S, D), or (B, S/t, D) under sequence parallelism
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache[i])
+        if wanted is not None:
+            x = x[torch.arange(len(x), device=x.device), wanted][:, None]  # (B, 1, D)
         x = self.norm(x)
         if self.config.tied_embeddings:
             return self.output(x, self.tok_embeddings.weight)  # (B, S, V)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from llama.hf import StoredTensor
 from llama.model import Llama
 
 Recompute = Literal["none", "selective", "full"]
@@ -124,25 +125,32 @@ def precision_policy(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def write_shard(parameter: Tensor, full: Tensor) -> None:
+def write_shard(parameter: Tensor, full: Tensor | StoredTensor) -> None:
     """Store this rank's part of a full tensor in a parameter that ``parallelize`` has cut; no communication.
 
     Args:
         parameter: a DTensor as ``parallelize`` leaves it, or a plain tensor.
-        full: the whole tensor, equal on every rank, any float dtype.
+        full: the whole tensor, equal on every rank, any float dtype, in memory or on disk; it is sliced once, so from
+            disk only this rank's part is read.
     """
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(full)
-        return
-    # The tensor axis was cut first and the data axis cut what was left: last mesh axis first.
-    part = full
-    for axis in reversed(range(parameter.device_mesh.ndim)):
-        placement = parameter.placements[axis]
-        if not placement.is_replicate():  # Shard, or the strided shard that a twice-cut axis has
-            chunks = part.chunk(parameter.device_mesh.size(axis), placement.dim)
-            rank = parameter.device_mesh.get_local_rank(axis)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
-    parameter.to_local().copy_(part)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.numel():
+        local.copy_(full[local_part(parameter)])
+
+
+def local_part(parameter: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds: one slice an axis of the tensor; empty ones where it has none."""
+    part = [(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        # The tensor axis was cut first and the data axis cut what was left: last mesh axis first.
+        for axis in reversed(range(parameter.device_mesh.ndim)):
+            placement = parameter.placements[axis]
+            if not placement.is_replicate():  # Shard, or the strided shard that a twice-cut axis has
+                start, stop = part[placement.dim]
+                chunk = -(-(stop - start) // parameter.device_mesh.size(axis))  # as torch.chunk cuts
+                low = min(start + parameter.device_mesh.get_local_rank(axis) * chunk, stop)
+                part[placement.dim] = (low, min(low + chunk, stop))
+    return tuple(slice(start, stop) for start, stop in part)
 
 
 def plain(tensor: Tensor) -> Tensor:

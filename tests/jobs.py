@@ -2,6 +2,8 @@
 
 import contextlib
 import csv
+import ctypes
+import gc
 import hashlib
 import io
 import random
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -19,7 +22,8 @@ import checkpoints
 import data
 import fabric_train
 import llama.model
-from llama import Llama, LlamaConfig, init_weights
+from checkpoints.convert import to_hf
+from llama import Llama, LlamaConfig, init_weights, load_weights, open_weights
 from parallel import parallelize, plain, write_shard
 
 BATCH, LENGTH = 8, 64
@@ -71,7 +75,7 @@ def dtypes_inside(arguments: list[str]) -> dict[str, str]:
     found = {}
     real_layer, real_step = llama.model.Block.layer, torch.optim.AdamW.step
 
-    def layer(self, x, cos, sin):
+    def layer(self, x, cos, sin, cache=None):
         found.update(
             residual=x.dtype,
             norm=self.attention_norm(x).dtype,
@@ -79,7 +83,7 @@ def dtypes_inside(arguments: list[str]) -> dict[str, str]:
             tables=cos.dtype,
             autocast=torch.is_autocast_enabled(x.device.type),
         )
-        return real_layer(self, x, cos, sin)
+        return real_layer(self, x, cos, sin, cache)
 
     def step(self, *args, **kwargs):
         weight = self.param_groups[0]["params"][0]
@@ -243,5 +247,73 @@ def optimizer_and_generators(folder: str) -> dict:
         "step counters": set(moments),
     }
     fabric.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def imported(mesh_shape: tuple[int, int], folder: str, tokens: torch.Tensor) -> dict | None:
+    """Published weights in a sharded model: rank 0's whole logits, and gradients of the mean loss."""
+    dist.init_process_group("gloo")
+    weights = open_weights(folder)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("data_parallel", "tensor_parallel"))
+    with torch.device("meta"):
+        model = Llama(weights.config)
+    parallelize(model, mesh)
+    model.to_empty(device="cpu")
+    load_weights(model, weights, write_shard)
+    with torch.no_grad():
+        logits = plain(model(tokens[:, :-1]))
+    axis = mesh["data_parallel"]
+    share = len(tokens) // axis.size()
+    mine = tokens[axis.get_local_rank() * share :][:share]
+    sharded = model(mine[:, :-1])
+    with loss_parallel():
+        loss = fabric_train.token_loss_sum(sharded, mine[:, 1:]) / tokens[:, 1:].numel()
+        loss.backward()
+    gradients = {name: plain(p.grad).numpy() for name, p in model.named_parameters()}
+    answer = {"logits": logits.numpy(), "gradients": gradients} if dist.get_rank() == 0 else None
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def peak_mib() -> float:
+    """Most memory that this process has held since the last call, file pages included; starts anew at the call."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed goes back, so that its reuse does not hide a peak
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def memory_of_import_and_export(folder: str, work: str) -> dict:
+    """MiB above the start: an import's peak and shard on mesh (2, 2); on rank 0 an export's peak, in 50 MB files."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    peak_mib()
+    start = peak_mib()
+    weights = open_weights(folder)
+    with torch.device("meta"):
+        model = Llama(weights.config)
+    parallelize(model, mesh)
+    model.to_empty(device="cpu")
+    load_weights(model, weights, write_shard)
+    peak = peak_mib() - start
+    shard = sum(p.to_local().numel() * 4 for p in model.parameters()) / 2**20
+    partial, final = Path(work) / ".partial", Path(work) / "checkpoint"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=partial)
+    dist.barrier()
+    answer = {"peak": peak, "shard": shard}
+    if dist.get_rank() == 0:
+        torch.save({}, partial / "meta.pt")
+        described = {"step": 1, "tokens": 1, "model": weights.config.to_dict(), "data": {}}
+        checkpoints.publish(partial, final, described)
+    del model
+    if dist.get_rank() == 0:
+        peak_mib()
+        start = peak_mib()
+        to_hf(final, Path(work) / "exported", max_shard_bytes=50 * 10**6)
+        answer["export"] = peak_mib() - start
+    dist.barrier()
     dist.destroy_process_group()
     return answer

@@ -145,7 +145,7 @@ def test_retirement_keeps_what_was_asked_for(tmp_path):
 def test_manifest_describes_every_file(stopped):
     path = checkpoints.latest(stopped[0] / "checkpoints")
     manifest = checkpoints.verify(path)
-    files = {p.name for p in path.iterdir()} - {"manifest.json"}
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {"manifest.json"}
     assert set(manifest["files"]) == files >= {".metadata", "meta.pt"}
     assert (manifest["step"], manifest["tokens"]) == (10, 10 * BATCH * jobs.LENGTH)
     assert manifest["mesh"] == {"data": 2, "tensor": 2}
