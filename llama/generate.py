@@ -76,7 +76,8 @@ class Decoder:
     def read_prompts(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Prompts (B, S), padded behind to equal length, and their lengths (B,) -> logits (B, V) after the last id."""
         positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
-        return self.model(tokens, self.cache.at(positions, None), wanted=lengths - 1)[:, 0]
+        with torch.compiler.set_stance("force_eager"):  # a shape that is seen once is not worth compiling for
+            return self.model(tokens, self.cache.at(positions, None), wanted=lengths - 1)[:, 0]
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """One id a row (B,) at its position (B,) -> logits (B, V)."""
