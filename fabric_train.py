@@ -7,12 +7,15 @@ torchrun --nproc-per-node 4 fabric_train.py
 
 import csv
 import difflib
+import hashlib
 import json
 import math
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +32,9 @@ from torch.utils.data import DataLoader, Dataset
 import checkpoints
 from data import (
     IGNORED,
+    Era,
+    HeldOut,
+    Mixture,
     RandomTokens,
     RankBatches,
     Shuffled,
@@ -48,7 +54,7 @@ if TYPE_CHECKING:
 
 METRICS = (
     "step", "tokens", "loss", "grad_norm", "lr", "seconds", "tokens_per_second",
-    "mfu", "memory_gib", "validation_loss", "validation_bits_per_byte",
+    "data_wait", "mfu", "memory_gib", "validation_loss", "validation_bits_per_byte",
 )  # fmt: skip
 # Dense bf16 matrix FLOP/s by the name that torch gives the device. Sources: NVIDIA's data sheets of each chip.
 PEAK_FLOPS = {
@@ -65,13 +71,17 @@ class DataOptions:
     """Data: which text, and how it is cut into batches"""
 
     path: str | None = None
-    """token folder, or `random` for seeded random tokens (default: the Python standard library's source, as bytes)"""
+    """token folder, several with weights as a=0.7,b=0.3, or `random` (default: the Python standard library's source)"""
     sequence_length: int = 128
     """tokens a sequence"""
     global_batch_size: int = 64
     """sequences an optimizer step, over the whole mesh"""
     micro_batch_size: int | None = None
     """sequences a device runs at once; gradient accumulation follows (default: its whole share)"""
+    mask_documents: bool = False
+    """attention stays inside a document, and positions start anew in each"""
+    change_from: int | None = None
+    """on resume: global sample from which other data, weights, length or seed hold (default: they must be the same)"""
     workers: int = 0
     """loader worker processes of each rank"""
 
@@ -155,7 +165,7 @@ class Options:
     """Run"""
 
     model: str | None = None
-    """preset, or a folder with a Hugging Face config.json (default: that of --init_from, else tiny)"""
+    """preset, or a folder with a Hugging Face config.json (default: that of --init_from or of the run, else tiny)"""
     init_from: str | None = None
     """weights to start from: a folder in Hugging Face's or Meta's layout, or a checkpoint (default: seeded random)"""
     steps: int = 100
@@ -178,8 +188,8 @@ def train(
     fabric: "Fabric",
     model: Llama,
     optimizer: torch.optim.Optimizer,
-    training: Dataset,
-    held_out: TokenDataset | None,
+    training: Shuffled,
+    held_out: HeldOut | None,
     layout: Layout,
     options: Options,
     progress: dict[str, int],
@@ -188,34 +198,35 @@ def train(
 ) -> None:
     """The loop. Every rank runs it; `progress` holds step, samples and tokens done so far and is moved on.
 
-    `training` is indexed by global sample and gives (inputs, labels), each (S,) int64; `described` goes into every
-    checkpoint's manifest, `assets` (file name -> content) beside it.
+    `training` is indexed by global sample and gives (inputs, labels, source), the first two (S,) int64; `described`
+    goes into every checkpoint's manifest, `assets` (file name -> content) beside it.
     """
     data_axis = fabric.strategy.device_mesh["data_parallel"]
     order = RankBatches(
         progress["samples"], options.data.global_batch_size, layout.micro_batch, data_axis.get_local_rank(), layout.data
     )
-    loader = DataLoader(
-        training, batch_sampler=order, num_workers=options.data.workers, pin_memory=fabric.device.type == "cuda"
-    )
-    micro_batches = iter(fabric.setup_dataloaders(loader, use_distributed_sampler=False))
-    clock, logged_step = time.perf_counter(), progress["step"]
+    micro_batches = load(fabric, training, order, options)
+    by_source = torch.zeros(len(training.names), 2, dtype=torch.float64, device=fabric.device)  # nats, tokens
+    clock = Clock(progress["step"])
 
     for step in range(progress["step"] + 1, options.steps + 1):
-        batch = [next(micro_batches) for _ in range(layout.accumulation)]  # each (inputs, labels), (B, S) int64
+        with clock.waiting():
+            batch = [next(micro_batches) for _ in range(layout.accumulation)]  # (inputs, labels (B, S), sources (B,))
 
         # The loss is the mean over the valid tokens of the whole step: a sum over micro-batches and the data axis.
-        valid_tokens = sum((labels != IGNORED).sum() for _, labels in batch)
+        valid_tokens = sum((labels != IGNORED).sum() for _, labels, _ in batch)
         valid_tokens = fabric.all_reduce(valid_tokens, group=data_axis.get_group(), reduce_op="sum").clamp(min=1)
         step_loss = torch.zeros((), device=fabric.device)
-        for i, (inputs, labels) in enumerate(batch):
+        for i, (inputs, labels, sources) in enumerate(batch):
             last = i == len(batch) - 1
             with fabric.no_backward_sync(model, enabled=not last):
-                logits = model(inputs)  # (B, S, V); under tp a DTensor, sharded over V
+                logits = model(inputs, documents=training.documents(inputs))  # (B, S, V); on tp a DTensor, cut over V
                 with loss_parallel():  # works for plain logits too; backward belongs inside
-                    loss = token_loss_sum(logits, labels) / valid_tokens
-                    fabric.backward(loss)
-            step_loss += plain(loss.detach())
+                    losses = token_losses(logits, labels)  # (B, S)
+                    fabric.backward(losses.sum() / valid_tokens)
+            nats = plain(losses.detach()).sum(1)
+            by_source.index_add_(0, sources, torch.stack((nats, (labels != IGNORED).sum(1)), 1).double())
+            step_loss += nats.sum() / valid_tokens
 
         lr = learning_rate(step, options.optimizer, options.steps)
         for group in optimizer.param_groups:
@@ -231,31 +242,77 @@ def train(
 
         validating = options.validate.every > 0 and held_out and due(step, options.validate.every, options.steps)
         if step == 1 or validating or due(step, options.log.every, options.steps):
-            step_loss = fabric.all_reduce(step_loss, group=data_axis.get_group(), reduce_op="sum")
-            metrics = {"loss": step_loss.item(), "grad_norm": plain(grad_norm).item(), "lr": lr}  # host sync
-            metrics |= speed(fabric, model.config, options, step - logged_step, time.perf_counter() - clock)
+            totals = torch.cat((step_loss.double()[None], by_source.flatten()))
+            step_loss, *totals = fabric.all_reduce(
+                totals, group=data_axis.get_group(), reduce_op="sum"
+            ).tolist()  # sync
+            metrics = {"loss": step_loss, "grad_norm": plain(grad_norm).item(), "lr": lr}
+            metrics |= loss_by_source(training.names, totals) | speed(fabric, model.config, options, clock, step)
+            by_source.zero_()
             if validating:
-                metrics |= validate(fabric, model, held_out, layout, options.validate.sequences)
+                metrics |= validate(fabric, model, held_out, training, layout, options.validate.sequences)
             report(fabric, options, {**progress, **metrics})
-            clock, logged_step = time.perf_counter(), step  # what follows the line does not count as training time
+            clock.restart(step)  # what follows the line does not count as training time
 
         if due(step, options.checkpoints.every, options.steps):
             save_checkpoint(fabric, model, optimizer, options, progress, described, assets)
-            clock, logged_step = time.perf_counter(), step
+            clock.restart(step)
 
         if held_out and options.log.samples_every >= 0 and due(step, options.log.samples_every, options.steps):
             write_sample(fabric, model, held_out, layout, options, step)
-            clock, logged_step = time.perf_counter(), step
+            clock.restart(step)
 
 
-def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the tokens' cross-entropies in nats, in fp32; labels of IGNORED count nothing.
+class Clock:
+    """Training time since a step, and how much of it the host waited for data; in seconds."""
+
+    def __init__(self, step: int) -> None:
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Count from now, after this step."""
+        self.step, self.started, self.waited = step, time.perf_counter(), 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """What runs inside is waiting for data."""
+        before = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - before
+
+
+def load(fabric: "Fabric", training: Shuffled, order: RankBatches, options: Options) -> Iterator[list[Tensor]]:
+    """Micro-batches on this rank's device, without an end; copied from pinned memory while the device computes."""
+    on_gpu = fabric.device.type == "cuda"
+    loader = DataLoader(training, batch_sampler=order, num_workers=options.data.workers, pin_memory=on_gpu)
+    return iter(fabric.setup_dataloaders(loader, use_distributed_sampler=False))
+
+
+def loss_by_source(names: list[str], totals: list[float]) -> dict[str, float]:
+    """Of each source: the mean loss in nats a token since the last line, and the tokens; nothing for a single source.
+
+    Args:
+        totals: nats and tokens of the first source, of the second, ...
+    """
+    if len(names) == 1:
+        return {}
+    metrics = {}
+    for name, nats, tokens in zip(names, totals[::2], totals[1::2], strict=True):
+        metrics[f"tokens_{name}"] = int(tokens)
+        if tokens:
+            metrics[f"loss_{name}"] = nats / tokens
+    return metrics
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each token's cross-entropy in nats (B, S), in fp32; 0 where the label is IGNORED.
 
     Args:
         logits: (B, S, V), plain, or a DTensor sharded over V inside ``loss_parallel``.
         labels: (B, S) int64.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="none")
+    return losses.view(labels.shape)
 
 
 def learning_rate(step: int, options: OptimizerOptions, steps: int) -> float:
@@ -292,7 +349,7 @@ def learning_rate(step: int, options: OptimizerOptions, steps: int) -> float:
 
 @torch.no_grad()
 def validate(
-    fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, sequences: int
+    fabric: "Fabric", model: Llama, held_out: HeldOut, training: Shuffled, layout: Layout, sequences: int
 ) -> dict[str, float]:
     """Mean loss in nats a token, and bits a byte of text, over `sequences` windows spread over the held-out text.
 
@@ -309,11 +366,14 @@ def validate(
         labels[max(0, sequences - mine.start) :] = IGNORED
         inputs, labels = inputs.to(fabric.device), labels.to(fabric.device)
         with loss_parallel():
-            total[0] += plain(token_loss_sum(model(inputs), labels))
+            losses = token_losses(model(inputs, documents=training.documents(inputs)), labels)
+        total[0] += plain(losses).double().sum()
         total[1] += (labels != IGNORED).sum()
     nats, tokens = fabric.all_reduce(total, group=data_axis.get_group(), reduce_op="sum").tolist()
-    bits_per_byte = nats / tokens / math.log(2) * held_out.tokens / held_out.text_bytes
-    return {"validation_loss": nats / tokens, "validation_bits_per_byte": bits_per_byte}
+    metrics = {"validation_loss": nats / tokens}
+    if held_out.bytes_per_token is not None:
+        metrics["validation_bits_per_byte"] = nats / tokens / math.log(2) / held_out.bytes_per_token
+    return metrics
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -321,15 +381,18 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def speed(fabric: "Fabric", config: LlamaConfig, options: Options, steps: int, seconds: float) -> dict[str, float]:
-    """Seconds a step, tokens a second over the whole mesh, and where known MFU and the peak memory of this device.
+def speed(fabric: "Fabric", config: LlamaConfig, options: Options, clock: Clock, step: int) -> dict[str, float]:
+    """Seconds a step, tokens a second over the whole mesh, the share of the time that was waiting for data, and where
+    known MFU and the peak memory of this device.
 
     MFU counts ``LlamaConfig.flops_per_token`` against the dense bf16 peak in ``PEAK_FLOPS``.
     """
+    steps = step - clock.step
     if not steps:
         return {}
+    seconds = time.perf_counter() - clock.started
     tokens_per_second = steps * options.data.global_batch_size * options.data.sequence_length / seconds
-    metrics = {"seconds": seconds / steps, "tokens_per_second": tokens_per_second}
+    metrics = {"seconds": seconds / steps, "tokens_per_second": tokens_per_second, "data_wait": clock.waited / seconds}
     if fabric.device.type == "cuda":
         metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
@@ -343,32 +406,39 @@ def report(fabric: "Fabric", options: Options, metrics: dict[str, float]) -> Non
     """One line in the terminal and one row in metrics.csv, by rank 0."""
     if not fabric.is_global_zero:
         return
-    with (Path(options.out) / "metrics.csv").open("a", newline="") as file:
-        csv.DictWriter(file, METRICS, extrasaction="ignore").writerow(metrics)
+    with (Path(options.out) / "metrics.csv").open("r+", newline="") as file:
+        columns = next(csv.reader(file))
+        file.seek(0, os.SEEK_END)
+        csv.DictWriter(file, columns, extrasaction="ignore").writerow(metrics)
     step = int(metrics["step"])
     line = f"step {step:>{len(str(options.steps))}}/{options.steps}"
     if "loss" in metrics:
         line += f"  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}"
+    by_source = {key.removeprefix("loss_"): value for key, value in metrics.items() if key.startswith("loss_")}
+    line += f"  ({', '.join(f'{name} {loss:.4f}' for name, loss in by_source.items())})" if by_source else ""
     if "seconds" in metrics:
         eta = timedelta(seconds=round((options.steps - step) * metrics["seconds"]))
         line += f"  {metrics['tokens_per_second']:,.0f} tokens/s"
         line += f"  MFU {metrics['mfu']:.1%}" if "mfu" in metrics else ""
         line += f"  {metrics['memory_gib']:.1f} GiB" if "memory_gib" in metrics else ""
-        line += f"  ETA {eta}"
+        line += f"  data wait {metrics['data_wait']:.1%}  ETA {eta}"
     if "validation_loss" in metrics:
-        line += f"  | held out: {metrics['validation_loss']:.4f} nats a token, "
-        line += f"{metrics['validation_bits_per_byte']:.3f} bits a byte"
+        line += f"  | held out: {metrics['validation_loss']:.4f} nats a token"
+    if "validation_bits_per_byte" in metrics:
+        line += f", {metrics['validation_bits_per_byte']:.3f} bits a byte"
     print(line, flush=True)
 
 
 @torch.no_grad()
 def write_sample(
-    fabric: "Fabric", model: Llama, held_out: TokenDataset, layout: Layout, options: Options, step: int
+    fabric: "Fabric", model: Llama, held_out: HeldOut, layout: Layout, options: Options, step: int
 ) -> None:
     """Let the live sharded model go on from a held-out beginning; all ranks run it, rank 0 appends it to samples.md."""
     tokenizer = held_out.tokenizer
+    if tokenizer is None:  # ids that were adopted without it
+        return
     prompt = held_out[len(held_out) // 2][0][:32].tolist()
-    context = min(held_out.sequence_length, 128 * layout.tensor)  # a multiple of the tensor-parallel size
+    context = min(options.data.sequence_length, 128 * layout.tensor)  # a multiple of the tensor-parallel size
     with torch.compiler.set_stance("force_eager"):  # another shape than training's: not worth compiling for
         ids = sample_ids(
             lambda tokens: plain(model(tokens)),
@@ -426,12 +496,18 @@ def plot_loss(metrics_file: Path, picture: Path) -> None:
     pyplot.close(figure)
 
 
-def begin_metrics(path: Path, step: int) -> None:
-    """Make metrics.csv ready for rows after `step`: a header, and of an earlier run only the rows up to that step."""
+def begin_metrics(path: Path, step: int, sources: list[str]) -> None:
+    """Make metrics.csv ready for rows after `step`: a header, and of an earlier run only the rows up to that step.
+
+    With several sources there are columns for the loss and the tokens of each.
+    """
     rows = rows_up_to(path, step) if step else []
+    columns = [*METRICS, *(key for row in rows[:1] for key in row if key not in METRICS)]
+    if len(sources) > 1:
+        columns += [key for name in sources for key in (f"loss_{name}", f"tokens_{name}") if key not in columns]
     fresh = path.with_name(".metrics.csv.partial")
     with fresh.open("w", newline="") as file:
-        writer = csv.DictWriter(file, METRICS, extrasaction="ignore")
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     fresh.replace(path)
@@ -476,6 +552,7 @@ def check_options(options: Options) -> None:
         "steps": (options.steps, 1),
         "data.sequence_length": (options.data.sequence_length, 1),
         "data.workers": (options.data.workers, 0),
+        "data.change_from": (0 if options.data.change_from is None else options.data.change_from, 0),
         "optimizer.warmup_steps": (options.optimizer.warmup_steps or 0, 0),
         "optimizer.clip_norm": (options.optimizer.clip_norm, 0),
         "optimizer.lr": (options.optimizer.lr, 0),
@@ -531,32 +608,60 @@ def choose_accelerator(asked: str) -> str:
     return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def open_source(init_from: str | None) -> "Weights | CheckpointWeights | None":
+def run_manifest(out: str, resume: str) -> dict[str, Any] | None:
+    """The manifest of the checkpoint that a run would go on from, if it has a readable one; refusals come later."""
+    try:
+        path = checkpoints.latest(Path(out) / "checkpoints") if resume == "auto" else Path(resume)
+        return checkpoints.read_manifest(path) if path and resume != "never" else None
+    except (ValueError, OSError):
+        return None
+
+
+def _model_of(manifest: dict[str, Any] | None) -> str | None:
+    """--model of the run that a checkpoint is of; imported weights alone are of none."""
+    return (manifest or {}).get("options", {}).get("model")
+
+
+def open_source(init_from: str | None, going_on: bool) -> "Weights | CheckpointWeights | None":
     """The weights that the run starts from, all tensors accounted for and none read; None for seeded random ones.
+
+    `going_on`: the run has a checkpoint, so that the weights need not be there any more.
 
     Raises:
         ValueError, FileNotFoundError: they are missing, damaged, or of another kind of model.
     """
-    if init_from is None:
+    if init_from is None or (going_on and not Path(init_from).exists()):
         return None
-    if (Path(init_from) / checkpoints.MANIFEST).is_file():
+    if not init_from:
+        raise ValueError("--init_from is empty; it takes a folder of weights, a checkpoint or a run folder")
+    path = Path(init_from)
+    if (path / "checkpoints").is_dir():
+        path = checkpoints.latest(path / "checkpoints") or path
+    if (path / checkpoints.MANIFEST).is_file():
         from checkpoints.convert import CheckpointWeights
 
-        return CheckpointWeights(init_from, check_files=int(os.environ.get("RANK", 0)) == 0)
-    return open_weights(init_from)
+        return CheckpointWeights(path, check_files=int(os.environ.get("RANK", 0)) == 0)
+    return open_weights(path)
 
 
-def find_config(model: str, source: "Weights | CheckpointWeights | None") -> LlamaConfig:
+def find_config(
+    options: Options, source: "Weights | CheckpointWeights | None", manifest: dict[str, Any] | None
+) -> LlamaConfig:
     """The config of a preset, or of a folder with a Hugging Face config.json; it must be that of the source's weights.
+
+    The model that a run began with is taken from its checkpoint's manifest where the folder is gone.
 
     Raises:
         ValueError, FileNotFoundError: it is neither, describes another kind of model, or other weights than the
             source's; the differing values are named.
     """
-    if model in PRESETS:
-        config = LlamaConfig.preset(model)
-    elif source is not None and Path(model) == source.path:
+    model = options.model
+    if source is not None and model == options.init_from:
         config = source.config
+    elif model in PRESETS:
+        config = LlamaConfig.preset(model)
+    elif _model_of(manifest) == model and not (Path(model) / "config.json").is_file():
+        config = LlamaConfig.from_dict(manifest["model"])
     elif Path(model).is_dir():
         config = LlamaConfig.from_hf(model)
     else:
@@ -570,22 +675,43 @@ def find_config(model: str, source: "Weights | CheckpointWeights | None") -> Lla
         ]
         if differing:
             raise ValueError(
-                f"--model {model} is not the model of the weights to start from: {'; '.join(differing)}; leave --model "
-                "out to take theirs"
+                f"--model {model} is not the model of --init_from {options.init_from}: {'; '.join(differing)}; leave "
+                "--model out to take theirs"
             )
     return config
 
 
-def open_data(fabric: "Fabric", options: Options, config: LlamaConfig) -> tuple[Dataset, TokenDataset | None, str]:
-    """The training data by global sample, the held-out data (None for random tokens), and the data's fingerprint.
+@dataclass(frozen=True)
+class Corpus:
+    """The data of a run: what is trained on by source, what is held out, and what a checkpoint says of it"""
+
+    datasets: dict[str, Dataset]
+    weights: dict[str, float]
+    held_out: HeldOut | None  # None for random tokens
+    begin_id: int | None
+    end_id: int | None
+    described: dict[str, Any]
+
+
+def open_data(fabric: "Fabric", options: Options, config: LlamaConfig) -> Corpus:
+    """Open every source of --data.path.
 
     Raises:
-        ValueError, FileNotFoundError: the token folder is missing, damaged, or of a larger vocabulary than the model's.
+        ValueError, FileNotFoundError: a token folder is missing, damaged, of a larger vocabulary than the model's, or
+            of another tokenizer than the others.
     """
     length = options.data.sequence_length
+    described = {
+        "sequence_length": length,
+        "seed": options.seed,
+        "mask_documents": options.data.mask_documents,
+    }
     if options.data.path == "random":
-        random_tokens = RandomTokens(config.vocab_size, length, options.seed)
-        return Shuffled(random_tokens, options.seed), None, f"random-{config.vocab_size}"
+        if options.data.mask_documents:
+            raise ValueError("--data.mask_documents with --data.path random: random tokens are no documents")
+        sources = {"random": RandomTokens(config.vocab_size, length, options.seed)}
+        described |= {"fingerprint": f"random-{config.vocab_size}", "sources": {"random": "random"}}
+        return Corpus(sources, {"random": 1.0}, None, None, None, described)
     problem = None
     if options.data.path is None and fabric.local_rank == 0:
         try:
@@ -597,14 +723,59 @@ def open_data(fabric: "Fabric", options: Options, config: LlamaConfig) -> tuple[
     problem = fabric.broadcast(problem)
     if problem:
         raise ValueError(problem)
-    folder = Path(options.data.path or default_folder())
-    training, held_out = TokenDataset(folder, length), TokenDataset(folder, length, "validation")
-    if training.index["vocab_size"] > config.vocab_size:
+    folders, weights = parse_sources(options.data.path or str(default_folder()))
+    datasets = {name: TokenDataset(folder, length) for name, folder in folders.items()}
+    first = next(iter(datasets.values())).index
+    for name, dataset in datasets.items():
+        if dataset.index["vocab_size"] > config.vocab_size:
+            raise ValueError(
+                f"{folders[name]} holds ids of a vocabulary of {dataset.index['vocab_size']:,}, but model "
+                f"{options.model} has {config.vocab_size:,}; choose a model with a vocabulary at least as large, or "
+                "prepare the text anew"
+            )
+        for key in ("tokenizer", "tokenizer_sha256", "vocab_size", "begin_id", "end_id"):
+            if dataset.index.get(key) != first.get(key):
+                raise ValueError(
+                    f"the sources of --data.path are of different tokenizers: {key} is {first.get(key)} in "
+                    f"{next(iter(folders.values()))}, {dataset.index.get(key)} in {folders[name]}"
+                )
+    if options.data.mask_documents and first["begin_id"] is None and first["end_id"] is None:
         raise ValueError(
-            f"{folder} holds ids of a vocabulary of {training.index['vocab_size']:,}, but model {options.model} has "
-            f"{config.vocab_size:,}; choose a model with a vocabulary at least as large, or prepare the text anew"
+            f"--data.mask_documents, but {next(iter(folders.values()))} says neither which id begins a document nor "
+            "which ends one"
         )
-    return Shuffled(training, options.seed), held_out, fingerprint(training.index)
+    fingerprints = {name: fingerprint(dataset.index) for name, dataset in datasets.items()}
+    whole = hashlib.sha256(json.dumps(fingerprints, sort_keys=True).encode()).hexdigest()[:16]
+    described |= {
+        "fingerprint": whole if len(fingerprints) > 1 else next(iter(fingerprints.values())),
+        "sources": fingerprints,
+    }
+    held_out = HeldOut([TokenDataset(folder, length, "validation") for folder in folders.values()])
+    return Corpus(datasets, weights, held_out, first["begin_id"], first["end_id"], described)
+
+
+def parse_sources(path: str) -> tuple[dict[str, Path], dict[str, float]]:
+    """Folder and weight of each source of `FOLDER` or `FOLDER=WEIGHT,FOLDER=WEIGHT,...`, by its last name.
+
+    Raises:
+        ValueError: a weight is missing or no number above 0, or two folders have the same name.
+    """
+    if "=" not in path or Path(path).is_dir():
+        return {Path(path).name or path: Path(path)}, {Path(path).name or path: 1.0}
+    folders: dict[str, Path] = {}
+    weights: dict[str, float] = {}
+    for part in path.split(","):
+        folder, _, weight = part.strip().rpartition("=")
+        name = Path(folder).name
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            raise ValueError(f"--data.path {path}: '{part}' is not FOLDER=WEIGHT") from None
+        if not folder or name in folders:
+            raise ValueError(f"--data.path {path}: the sources need folders of different names, '{part}' has none")
+        folders[name] = Path(folder)
+    Mixture([Era(0, weights)])  # refuses weights that are none
+    return folders, weights
 
 
 def find_checkpoint(fabric: "Fabric", options: Options) -> Path | None:
@@ -654,32 +825,28 @@ def describe(
     options: Options,
     config: LlamaConfig,
     layout: Layout,
-    data_fingerprint: str,
+    data: dict[str, Any],
     source: dict[str, str] | None,
 ) -> dict[str, Any]:
     """What a checkpoint is of: goes into its manifest, and is compared with the run that resumes from it."""
     return {
         "model": config.to_dict(),
-        "data": {
-            "fingerprint": data_fingerprint,
-            "sequence_length": options.data.sequence_length,
-            "seed": options.seed,
-        },
+        "data": data,
         "mesh": {"data": layout.data, "tensor": layout.tensor},
         "source": source,
         "options": asdict(options),
     }
 
 
-def collect_assets(imported: dict[str, Path], held_out: TokenDataset | None) -> dict[str, bytes]:
+def collect_assets(imported: dict[str, Path], held_out: HeldOut | None) -> dict[str, bytes]:
     """The files that travel with the weights into every checkpoint and from there to an export: name -> content.
 
     What came with the imported weights, but the tokenizer, and the ids that begin and end a text, are the data's.
     """
     assets = {name: path.read_bytes() for name, path in imported.items()}
-    if held_out is None:
+    tokenizer = held_out.tokenizer if held_out is not None else None
+    if tokenizer is None:
         return assets
-    tokenizer = held_out.tokenizer
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -695,8 +862,10 @@ def collect_assets(imported: dict[str, Path], held_out: TokenDataset | None) -> 
     return assets | files
 
 
-def check_resume(path: Path, described: dict[str, Any]) -> int:
+def check_resume(path: Path, described: dict[str, Any], weights: dict[str, float], options: Options) -> int:
     """Compare a checkpoint with the run that is to go on from it, and return its step.
+
+    `described` gets from it what goes on: the weights that the run began from, and the eras of its mixture.
 
     Raises:
         ValueError: it is of another model or other data, or began from other weights; both values are named.
@@ -712,17 +881,54 @@ def check_resume(path: Path, described: dict[str, Any]) -> int:
             "here; leave --init_from out to go on, or start anew in another folder with --out"
         )
     described["source"] = began
-    for kind in ("model", "data"):
-        saved, now = manifest[kind], described[kind]
-        differing = [
-            f"{key} is {saved.get(key)} there, {now.get(key)} here" for key in now if saved.get(key) != now[key]
-        ]
-        if differing:
-            raise ValueError(
-                f"{path} is a checkpoint of another {kind}: {'; '.join(differing)}; repeat its options, or start anew "
-                "in another folder with --out"
-            )
+    differing = differences(manifest["model"], described["model"])
+    if differing:
+        raise ValueError(
+            f"{path} is a checkpoint of another model: {differing}; repeat its options, or start anew in another "
+            "folder with --out"
+        )
+    described["data"]["eras"] = continue_eras(path, manifest, described["data"], weights, options.data.change_from)
     return manifest["step"]
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs between a checkpoint and this run, both values named; empty where nothing does."""
+    keys = [key for key in now if saved.get(key) != now[key]]
+    return "; ".join(f"{key} is {saved.get(key)} there, {now[key]} here" for key in keys)
+
+
+def continue_eras(
+    path: Path, manifest: dict[str, Any], data: dict[str, Any], weights: dict[str, float], change_from: int | None
+) -> list[dict[str, Any]]:
+    """Which mixture holds from which sample on: the checkpoint's eras, and one more where the data is to change.
+
+    Raises:
+        ValueError: the data is another, and it is not said from which sample on, or from one that is done already.
+    """
+    saved, done = manifest["data"], manifest["samples"]
+    eras = saved["eras"]
+    now = {key: value for key, value in data.items() if key != "eras"} | {"weights": weights}
+    differing = differences(saved | {"weights": eras[-1]["weights"]}, now)
+    if not differing:
+        return eras
+    if change_from is None:
+        raise ValueError(
+            f"{path} is a checkpoint of other data: {differing}; repeat its options, start anew in another folder "
+            f"with --out, or let the new ones hold from a sample on with --data.change_from {done} (samples done: "
+            f"{done}) or later"
+        )
+    if change_from < done:
+        raise ValueError(f"--data.change_from {change_from}, but {path} has trained on {done} samples already")
+    common = saved["sources"].keys() & data["sources"].keys()
+    fresh = any(saved[key] != data[key] for key in ("sequence_length", "seed")) or any(
+        saved["sources"][name] != data["sources"][name] for name in common
+    )
+    if change_from > done and (fresh or not saved["sources"].keys() <= data["sources"].keys()):
+        raise ValueError(
+            f"up to sample {change_from} (--data.change_from) the data of {path} holds, but it is not given here: "
+            f"{differing}; change at the checkpoint's own sample, --data.change_from {done}"
+        )
+    return [*eras, {"start": change_from, "weights": weights, "fresh": fresh}]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -732,8 +938,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         options, resolved = parse(sys.argv[1:] if arguments is None else arguments)
         check_options(options)
-        source = open_source(options.init_from)
-        config = find_config(options.model, source)
+        manifest = run_manifest(options.out, options.resume)
+        source = open_source(options.init_from, going_on=manifest is not None)
+        config = find_config(options, source, manifest)
         accelerator = choose_accelerator(os.environ.get("LT_ACCELERATOR", "auto"))
         on_gpu = accelerator == "cuda"
         precision = check_precision(os.environ.get("LT_PRECISION") or ("bf16-mixed" if on_gpu else "32-true"))
@@ -783,13 +990,28 @@ def main(arguments: list[str] | None = None) -> None:
         fabric.launch()
 
     try:
-        training, held_out, data_fingerprint = open_data(fabric, options, config)
+        corpus = open_data(fabric, options, config)
         began = fabric.broadcast(source.describe()) if source else None
-        described = describe(options, config, layout, data_fingerprint, began)
+        corpus.described["eras"] = [{"start": 0, "weights": corpus.weights, "fresh": False}]
+        described = describe(options, config, layout, corpus.described, began)
         checkpoint = find_checkpoint(fabric, options)
-        done = check_resume(checkpoint, described) if checkpoint else 0
+        if checkpoint is None and options.data.change_from is not None:
+            raise ValueError(
+                f"--data.change_from {options.data.change_from} is for a run that goes on, but {options.out} holds no "
+                "checkpoint; leave it out"
+            )
+        done = check_resume(checkpoint, described, corpus.weights, options) if checkpoint else 0
     except (ValueError, OSError) as error:
         refuse(error)
+    masking = options.data.mask_documents
+    training = Shuffled(
+        corpus.datasets,
+        Mixture([Era(**era) for era in described["data"]["eras"]]),
+        options.seed,
+        corpus.begin_id if masking else None,
+        corpus.end_id if masking else None,
+    )
+    held_out = corpus.held_out
 
     if done >= options.steps:
         fabric.print(
@@ -801,7 +1023,7 @@ def main(arguments: list[str] | None = None) -> None:
         if fabric.is_global_zero:
             out.mkdir(parents=True, exist_ok=True)
             (out / "config.yaml").write_text(resolved)
-            begin_metrics(out / "metrics.csv", done)
+            begin_metrics(out / "metrics.csv", done, training.names)
             checkpoints.sweep(out / "checkpoints")
         with fabric.init_module(empty_init=True):
             model = Llama(config)
@@ -817,11 +1039,10 @@ def main(arguments: list[str] | None = None) -> None:
             if not isinstance(source, Weights):
                 checkpoints.load_model(fabric, source.path, model)
         assets = collect_assets(imported, held_out) if fabric.is_global_zero else {}
-        announce(fabric, options, config, layout, precision, data_fingerprint, checkpoint)
+        announce(fabric, options, config, layout, precision, corpus.described["fingerprint"], checkpoint)
         if source and held_out and not checkpoint:  # a wrong import is seen here, before any training
-            report(
-                fabric, options, {**progress, **validate(fabric, model, held_out, layout, options.validate.sequences)}
-            )
+            metrics = validate(fabric, model, held_out, training, layout, options.validate.sequences)
+            report(fabric, options, {**progress, **metrics})
         train(fabric, model, optimizer, training, held_out, layout, options, progress, described, assets)
         if fabric.is_global_zero:
             plot_loss(out / "metrics.csv", out / "loss.png")
@@ -859,7 +1080,8 @@ def parse(arguments: list[str]) -> tuple[Options, str]:
     for section in ("data", "optimizer", "parallel", "checkpoints", "validate", "log"):
         if not isinstance(parsed[section], Namespace):
             raise ValueError(f"`{section}` of the recipe is {parsed[section]}; it takes a mapping of its options")
-    parsed.model = parsed.model or parsed.init_from or "tiny"
+    if parsed.model is None:
+        parsed.model = parsed.init_from or _model_of(run_manifest(parsed.out, parsed.resume)) or "tiny"
     values = dict(parser.instantiate(parsed).items())
     values.pop("config")
     return Options(**values), parser.dump(parsed, skip_unset=False)

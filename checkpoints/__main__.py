@@ -52,8 +52,12 @@ def _run(call: argparse.Namespace) -> int:
         for _, path in found:
             manifest = read_manifest(path)
             size = sum(file["size"] for file in manifest["files"].values())
-            mesh = " x ".join(str(n) for n in manifest.get("mesh", {}).values())
-            print(f"{path}  {manifest['tokens']:,} tokens  mesh {mesh}  {size / 2**20:,.1f} MiB")
+            mesh = " x ".join(str(n) for n in (manifest.get("mesh") or {}).values())
+            print(
+                f"{path}  {manifest['tokens']:,} tokens  "
+                + (f"mesh {mesh}  " if mesh else "")
+                + f"{size / 2**20:,.1f} MiB"
+            )
     elif call.command == "verify":
         read_manifest(call.checkpoint)  # no checkpoint at all is a wrong call, not a damaged checkpoint
         try:
@@ -68,7 +72,7 @@ def _run(call: argparse.Namespace) -> int:
         if call.command == "from-hf":
             print(f"wrote {convert.from_hf(call.folder, call.out)}; start a run with --init_from {call.out}")
         elif call.command == "to-hf":
-            if not call.max_shard_gb > 0:
+            if not 0 < call.max_shard_gb < 10**9:
                 raise ValueError(f"--max_shard_gb is {call.max_shard_gb}; it takes a number above 0")
             folder, dtype = convert.to_hf(call.checkpoint, call.out, call.dtype, int(call.max_shard_gb * 10**9))
             print(f"wrote {folder} in {dtype}: {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import tempfile
-import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from checkpoints.folders import assets, publish, read_manifest, verify
+from checkpoints.folders import assets, read_manifest, verify, write_manifest
 from llama.config import LlamaConfig
-from llama.hf import DTYPES, MAX_SHARD_BYTES, account, dtype_name, open_weights, parameter_shapes, write_hf
+from llama.hf import (
+    DTYPES,
+    MAX_SHARD_BYTES,
+    account,
+    common_dtype,
+    dtype_name,
+    open_weights,
+    parameter_shapes,
+    whole_folder,
+    write_hf,
+)
 from llama.model import Llama
 
 _PREFIX = "model."  # Fabric saves the state {"model": model, ...}, and keys are flattened with dots
@@ -44,9 +55,12 @@ class CheckpointWeights:
     def __init__(self, path: str | Path, check_files: bool = True) -> None:
         self.path = Path(path)
         self.manifest = verify(self.path) if check_files else read_manifest(self.path)
-        self.config = LlamaConfig.from_dict(self.manifest["model"])
-        self._reader = _Reader(self.path)
-        stored = self._reader.read_metadata().state_dict_metadata
+        try:
+            self.config = LlamaConfig.from_dict(self.manifest["model"])
+            self._reader = _Reader(self.path)
+            stored = self._reader.read_metadata().state_dict_metadata
+        except (TypeError, AttributeError, pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"{self.path} is damaged: {type(error).__name__} {error}") from None
         self._stored = {
             key.removeprefix(_PREFIX): _Stored(tuple(entry.size), entry.properties.dtype)
             for key, entry in stored.items()
@@ -56,8 +70,8 @@ class CheckpointWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that the weights are stored in."""
-        return self._stored["tok_embeddings.weight"].dtype
+        """The type that the weights are stored in; fp32, which holds all of them exactly, where tensors differ."""
+        return common_dtype(stored.dtype for stored in self._stored.values())
 
     def describe(self) -> dict[str, str]:
         """What a manifest says of the weights that a run started from; ``dtype`` is that of their first import."""
@@ -86,7 +100,7 @@ class CheckpointWeights:
         self._load({_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()})
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        with _quiet():
+        with _quiet(f"{self.path} cannot be read"):
             dcp.load(state, storage_reader=self._reader, no_dist=True)
 
 
@@ -109,15 +123,19 @@ class _Reader(FileSystemReader):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that there is no process group, which is the purpose here."""
+def _quiet(failure: str) -> Iterator[None]:
+    """Without torch's warning that there is no process group, which is the purpose here; its errors as OSError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # not a subclass of Exception; holds one failure a rank
+            reason = next(iter(error.failures.values()))[0]
+            raise OSError(f"{failure}: {type(reason).__name__} {reason}") from None
 
 
 def from_hf(folder: str | Path, out: str | Path) -> Path:
-    """Make a checkpoint of weights alone from published weights, in their own type; to start runs from (--init_from).
+    """Make a checkpoint of weights alone from published weights, in their own types; to start runs from (--init_from).
 
     Raises:
         FileExistsError: ``out`` exists.
@@ -126,23 +144,19 @@ def from_hf(folder: str | Path, out: str | Path) -> Path:
     out = Path(out)
     _must_not_exist(out)
     weights = open_weights(folder)
-    partial = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
-    partial.mkdir(parents=True)
-    try:
+    with whole_folder(out) as work:
         # mapped from the files: the writer copies one after the other
         state = {
             _PREFIX + name: tensor[tuple(slice(0, n) for n in tensor.shape)] for name, tensor in weights.tensors.items()
         }
-        with _quiet():
-            dcp.save(state, storage_writer=FileSystemWriter(partial), no_dist=True)
-        torch.save({}, partial / "meta.pt")  # where Fabric looks for what is neither model nor optimizer
-        (partial / "assets").mkdir()
+        with _quiet(f"{work} cannot be written"):
+            dcp.save(state, storage_writer=FileSystemWriter(work), no_dist=True)
+        torch.save({}, work / "meta.pt")  # where Fabric looks for what is neither model nor optimizer
+        (work / "assets").mkdir()
         for name, path in weights.assets.items():
-            shutil.copyfile(path, partial / "assets" / name)
+            shutil.copyfile(path, work / "assets" / name)
         described = {"model": weights.config.to_dict(), "data": {}, "source": weights.describe()}
-        publish(partial, out, {"step": 0, "tokens": 0, "weights_only": True, **described})
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        write_manifest(work, {"step": 0, "samples": 0, "tokens": 0, "weights_only": True, **described})
     return out
 
 
@@ -194,6 +208,8 @@ def consolidate(checkpoint: str | Path, file: str | Path) -> Path:
             torch.save({"model": state, "config": weights.config.to_dict(), **head}, partial)
         os.chmod(partial, 0o666 & ~_umask())
         os.replace(partial, file)
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(f"{file} cannot be written: {error}") from None
     finally:
         Path(partial).unlink(missing_ok=True)
     return file
@@ -206,5 +222,5 @@ def _umask() -> int:
 
 
 def _must_not_exist(path: Path) -> None:
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise FileExistsError(f"{path} exists; choose another name, or move it away")

@@ -68,25 +68,31 @@ def save(
         (partial / _ASSETS).mkdir()
         for name, content in (files or {}).items():
             (partial / _ASSETS / name).write_bytes(content)
-        publish(partial, final, {"step": progress["step"], "tokens": progress["tokens"], **described})
+        head = {key: progress[key] for key in ("step", "samples", "tokens")}
+        publish(partial, final, {**head, **described})
     fabric.barrier()
     return final
 
 
 def publish(partial: Path, final: Path, described: dict[str, Any]) -> None:
     """Give a finished folder its manifest and its name, with everything in it on disk first; called by one process."""
-    files = {
-        str(path.relative_to(partial)): {"size": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(partial.rglob("*"))
-        if path.is_file()
-    }
-    manifest = {"format": FORMAT, "version": VERSION, **described, "files": files}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    write_manifest(partial, described)
     for path in partial.rglob("*"):
         _sync(path)
     _sync(partial)
     partial.rename(final)
     _sync(final.parent)
+
+
+def write_manifest(folder: Path, described: dict[str, Any]) -> None:
+    """Write the manifest of a folder: what it is of, and size and sha256 of every file in it."""
+    files = {
+        str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    manifest = {"format": FORMAT, "version": VERSION, **described, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -147,12 +153,16 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{path} is not a complete checkpoint: it holds no {MANIFEST}")
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(file.read_text(encoding="utf-8"))
         found = manifest["format"], manifest["version"]
-        whole = isinstance(manifest["step"], int) and {".metadata", "meta.pt"} <= manifest["files"].keys()
+        files = manifest["files"]
+        whole = all(type(manifest[key]) is int for key in ("step", "samples", "tokens"))
+        whole = whole and {".metadata", "meta.pt"} <= files.keys() and any(n.endswith(".distcp") for n in files)
         whole = whole and all(isinstance(manifest[part], dict) for part in ("model", "data"))
-        whole = whole and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in manifest["files"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
+        whole = whole and all(isinstance(manifest.get(part) or {}, dict) for part in ("mesh", "source"))
+        whole = whole and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)
+        whole = whole and all(type(f["size"]) is int and isinstance(f["sha256"], str) for f in files.values())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{file} is damaged: {type(e).__name__} {e}") from None
     if found != (FORMAT, VERSION):
         raise ValueError(

@@ -1,7 +1,8 @@
 """Ids to text and back: bytes, a Hugging Face tokenizer.json, or Llama 3's tokenizer.model.
 
 All three have the same face: ``name``, ``vocab_size`` (every id is below it), ``begin_id`` and ``end_id`` (None where
-the tokenizer has none), ``encode`` (never a special id: text that spells one is text), ``decode``, ``save``.
+the tokenizer has none), ``encode`` (never a special id: text that spells one is text; a tokenizer.json's added tokens
+that are not marked special are words like others), ``decode``, ``save``.
 """
 
 from __future__ import annotations
@@ -87,9 +88,15 @@ class JsonTokenizer:
         except Exception as error:  # the library raises nothing more exact
             raise ValueError(f"{self.path} is not a tokenizer.json: {error}") from None
         self._tokenizer.encode_special_tokens = True  # special tokens spelled in a text are text
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.begin_id = self._named("bos_token", ("<|begin_of_text|>", "<s>", "<|endoftext|>"))
-        self.end_id = self._named("eos_token", ("<|end_of_text|>", "</s>", "<|endoftext|>"))
+        self._tokenizer.no_truncation()  # both are settings for batches, which some published files carry
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{self.path} has an empty vocabulary")
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        put = self._tokenizer.encode("", add_special_tokens=True).ids  # by the file's own template
+        self.begin_id: int | None = put[0] if put else None
+        self.end_id = self._end_id()
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special ids."""
@@ -101,19 +108,25 @@ class JsonTokenizer:
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files."""
-        for name in (JSON, *_BESIDE):
+        shutil.copyfile(self.path, folder / JSON)
+        for name in _BESIDE:
             if (self.path.parent / name).is_file():
                 shutil.copyfile(self.path.parent / name, folder / name)
 
-    def _named(self, kind: str, usual: tuple[str, ...]) -> int | None:
-        """The id of a kind of special token: what the files beside say, or else the first usual name there is."""
+    def _end_id(self) -> int | None:
+        """The end token: what the files beside say, or else the first usual name that there is."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             beside = self.path.parent / name
-            token = json.loads(beside.read_text()).get(kind) if beside.is_file() else None
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is not None:
-                return self._tokenizer.token_to_id(token)
-        found = (self._tokenizer.token_to_id(token) for token in usual)
+            if not beside.is_file():
+                continue
+            try:
+                token = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+                token = token["content"] if isinstance(token, dict) else token
+                if token is not None:
+                    return self._tokenizer.token_to_id(token)
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, AttributeError, KeyError, TypeError) as e:
+                raise ValueError(f"{beside} cannot be understood: {type(e).__name__} {e}") from None
+        found = (self._tokenizer.token_to_id(token) for token in ("<|end_of_text|>", "</s>", "<|endoftext|>"))
         return next((i for i in found if i is not None), None)
 
 
@@ -134,8 +147,10 @@ class TiktokenTokenizer:
             # tiktoken's own loader keeps copies by path, and would miss that a file has changed
             lines = (line.split() for line in self.path.read_bytes().splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            if sorted(ranks.values()) != list(range(len(ranks))):
+            if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
                 raise ValueError("its ranks are not 0, 1, 2, ...")
+            if not all(bytes([byte]) in ranks for byte in range(256)):
+                raise ValueError("it lacks some of the 256 single bytes")
         except (binascii.Error, ValueError) as error:
             raise ValueError(
                 f"{self.path} is not a tiktoken file as Llama 3's ({error}); of a SentencePiece model, such as "

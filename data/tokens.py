@@ -12,7 +12,13 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.tokenizer import JSON, MODEL, ByteTokenizer, Tokenizer, load_tokenizer
+from data.tokenizer import JSON, MODEL, ByteTokenizer, Tokenizer, digest, load_tokenizer
 
 IGNORED = -100  # a label that is not trained on, PyTorch's own default
 FORMAT = "fabric-llama tokens"
@@ -51,12 +57,11 @@ class TokenDataset(Dataset):
         self.split = split
         self.index = read_index(self.folder)
         described = self.index["splits"][split]
-        self.text_bytes: int = described["text_bytes"]
-        dtype = DTYPES[self.index["dtype"]]
-        self._shards = [np.memmap(self.folder / shard["file"], dtype, "r") for shard in described["shards"]]
+        self.text_bytes: int | None = described["text_bytes"]  # None where ids were adopted without their tokenizer
+        self._shards = [self.folder / shard["file"] for shard in described["shards"]]
         self._starts = [0]  # position of each shard's first token, and the end
-        for shard in self._shards:
-            self._starts.append(self._starts[-1] + len(shard))
+        for shard in described["shards"]:
+            self._starts.append(self._starts[-1] + shard["tokens"])
         if len(self) < 1:
             raise ValueError(
                 f"{self.folder} holds {self.tokens:,} tokens in split '{split}', too few for one sequence of "
@@ -64,9 +69,11 @@ class TokenDataset(Dataset):
             )
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the ids; loaded at each call."""
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that made the ids, loaded at each call; None where ids were adopted without it."""
         name = self.index["tokenizer"]
+        if name is None:
+            return None
         return ByteTokenizer() if name == ByteTokenizer.name else load_tokenizer(self.folder / name)
 
     @property
@@ -81,24 +88,72 @@ class TokenDataset(Dataset):
         if not 0 <= window < len(self):
             raise IndexError(f"window {window} of {len(self)}")
         start = window * self.sequence_length
-        tokens = torch.from_numpy(self._read(start, start + self.sequence_length + 1).astype(np.int64))
+        tokens = torch.from_numpy(self.read(start, start + self.sequence_length + 1).astype(np.int64))
         highest = int(tokens.max())
         if highest >= self.index["vocab_size"]:
             position = start + int(tokens.argmax())
+            shard = bisect.bisect_right(self._starts, position) - 1
             raise ValueError(
-                f"{self.folder}: token {position:,} of split '{self.split}' is {highest}, outside the vocabulary of "
-                f"{self.index['vocab_size']}; the folder is damaged or its dtype is not {self.index['dtype']}"
+                f"{self._shards[shard]}: token {position - self._starts[shard]:,} (token {position:,} of split "
+                f"'{self.split}') is {highest}, outside the vocabulary of {self.index['vocab_size']}; the folder is "
+                f"damaged or its dtype is not {self.index['dtype']}"
             )
         return tokens[:-1], tokens[1:]
 
-    def _read(self, start: int, stop: int) -> np.ndarray:
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The ids at positions start to stop - 1 of the split."""
         parts = []
         while start < stop:
             shard = bisect.bisect_right(self._starts, start) - 1
             offset = start - self._starts[shard]
-            parts.append(self._shards[shard][offset : offset + stop - start])
+            parts.append(_mapped(self._shards[shard], self.index["dtype"])[offset : offset + stop - start])
             start += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def documents(self, count: int) -> Iterator[list[int]]:
+        """The ids of the first documents, with their special ids; at most a million ids of each."""
+        end, begin = self.index["end_id"], self.index["begin_id"]
+        start = 0
+        for _ in range(min(count, self.index["splits"][self.split]["documents"])):
+            ids = self.read(start, min(start + 10**6, self.tokens))
+            borders = np.flatnonzero(ids == end) + 1 if end is not None else np.flatnonzero(ids[1:] == begin) + 1
+            stop = int(borders[0]) if len(borders) else len(ids)
+            if stop == 0:
+                return
+            yield ids[:stop].tolist()
+            start += stop
+
+
+@lru_cache(maxsize=64)
+def _mapped(path: Path, dtype: str) -> np.memmap:
+    """A shard in memory-mapped form; few at a time, since each holds a file open and there may be thousands."""
+    return np.memmap(path, DTYPES[dtype], "r")
+
+
+class HeldOut(Dataset):
+    """The held-out windows of several sources, one source after the other: item i is (inputs, labels)."""
+
+    def __init__(self, datasets: Sequence[TokenDataset]) -> None:
+        self.datasets = list(datasets)
+        self._ends = list(itertools.accumulate(len(dataset) for dataset in self.datasets))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, window: int) -> tuple[Tensor, Tensor]:
+        source = bisect.bisect_right(self._ends, window)
+        return self.datasets[source][window - (self._ends[source - 1] if source else 0)]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The one tokenizer of all sources."""
+        return self.datasets[0].tokenizer
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text behind a token, on average; None where a source does not know."""
+        sizes = [dataset.text_bytes for dataset in self.datasets]
+        return None if None in sizes else sum(sizes) / sum(dataset.tokens for dataset in self.datasets)
 
 
 class RandomTokens(Dataset):
@@ -188,3 +243,97 @@ def fingerprint(index: dict) -> str:
         "shards": {name: [s["sha256"] for s in split["shards"]] for name, split in index["splits"].items()},
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def adopt(
+    files: Mapping[str, Sequence[Path]],
+    out: str | Path,
+    dtype: str,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    begin_id: int | None = None,
+    end_id: int | None = None,
+) -> dict:
+    """Make a token folder of files that hold nothing but ids, little-endian, as nanoGPT's scripts write them.
+
+    The files are linked where they are on the same disk, else copied; every id is compared with the vocabulary.
+
+    Args:
+        files: of the splits "train" and "validation".
+        dtype: "uint16" or "uint32".
+        tokenizer: that made them; without one there are no text samples and no bits a byte.
+
+    Returns:
+        index.json's content.
+
+    Raises:
+        FileNotFoundError, FileExistsError: a file is missing; the folder exists.
+        ValueError: a file is empty, of another width, or holds an id outside the vocabulary.
+    """
+    out = Path(out)
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another folder")
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size:,} ids, more than --vocab_size {vocab_size:,}")
+    begin_id = tokenizer.begin_id if begin_id is None and tokenizer else begin_id
+    end_id = tokenizer.end_id if end_id is None and tokenizer else end_id
+    splits = {
+        split: _adopted(split, paths, dtype, vocab_size, tokenizer, end_id if begin_id is None else begin_id)
+        for split, paths in files.items()
+    }
+    index = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer.name if tokenizer else None,
+        "begin_id": begin_id,
+        "end_id": end_id,
+        "splits": splits,
+    }
+    work = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.partial"
+    work.mkdir(parents=True)
+    try:
+        for split, paths in files.items():
+            for shard, path in zip(splits[split]["shards"], paths, strict=True):
+                try:
+                    os.link(path, work / shard["file"])
+                except OSError:
+                    shutil.copyfile(path, work / shard["file"])
+        if tokenizer is not None and tokenizer.name != ByteTokenizer.name:
+            tokenizer.save(work)
+            index["tokenizer_sha256"] = digest(tokenizer)
+        (work / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return index
+
+
+def _adopted(
+    split: str, paths: Sequence[Path], dtype: str, vocab_size: int, tokenizer: Tokenizer | None, border: int | None
+) -> dict:
+    """index.json's description of a split of adopted files, after every id was looked at."""
+    width = DTYPES[dtype].itemsize
+    shards, documents, text_bytes = [], 0, 0
+    for number, path in enumerate(paths):
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        size = path.stat().st_size
+        if size == 0 or size % width:
+            raise ValueError(f"{path} has {size:,} bytes, which is no whole number of ids of {width} bytes ({dtype})")
+        ids, sha256 = np.memmap(path, DTYPES[dtype], "r"), hashlib.sha256()
+        for start in range(0, len(ids), 2**22):
+            part = ids[start : start + 2**22]
+            if int(part.max()) >= vocab_size:
+                position = start + int(part.argmax())
+                raise ValueError(
+                    f"{path}: token {position:,} is {int(ids[position])}, outside the vocabulary of {vocab_size:,}; "
+                    "the width or the vocabulary is another"
+                )
+            documents += int((part == border).sum()) if border is not None else 0
+            if tokenizer is not None:
+                text_bytes += len(tokenizer.decode(part.tolist()).encode())
+            sha256.update(part.tobytes())
+        shards.append({"file": f"{split}-{number:05d}.bin", "tokens": len(ids), "sha256": sha256.hexdigest()})
+    return {"documents": max(1, documents), "text_bytes": text_bytes or None, "shards": shards}

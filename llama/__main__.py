@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,25 +55,31 @@ def main(arguments: list[str] | None = None) -> int:
         _check(call)
         model, tokenizer, stop_ids = _open(call)
         prompts = _encode(call.prompt, tokenizer)
+        if call.compile:
+            for block in model.layers:
+                block.compile(dynamic=False)
+        _print_text(call, model, tokenizer, prompts, stop_ids)
+    except BrokenPipeError:  # who reads has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if call.compile:
-        for block in model.layers:
-            block.compile(dynamic=False)
-    _print_text(call, model, tokenizer, prompts, stop_ids)
     return 0
 
 
 def _check(call: argparse.Namespace) -> None:
     for option, value, fits, takes in (
-        ("max_new_tokens", call.max_new_tokens, call.max_new_tokens >= 1, "a number of at least 1"),
+        ("max_new_tokens", call.max_new_tokens, 1 <= call.max_new_tokens <= 10**6, "a number from 1 to 1,000,000"),
+        ("seed", call.seed, 0 <= call.seed < 2**63, "a number from 0 to 2^63 - 1"),
         ("temperature", call.temperature, 0 <= call.temperature < float("inf"), "0 or more"),
         ("top_p", call.top_p, 0 < call.top_p <= 1, "more than 0, at most 1"),
         ("top_k", call.top_k, call.top_k >= 0, "0 or more"),
     ):
         if not fits:
             raise ValueError(f"--{option} is {value}; it takes {takes}")
+    for prompt in call.prompt:
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise ValueError(f"the prompt {prompt!r} is not UTF-8")
     if call.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device cuda, but torch {torch.__version__} finds no CUDA device here; use cpu")
 
@@ -120,11 +127,15 @@ def _end_ids(assets: dict[str, Path]) -> set[int]:
     """eos_token_id of generation_config.json: one id, several, or none."""
     if "generation_config.json" not in assets:
         return set()
+    path = assets["generation_config.json"]
     try:
-        said = json.loads(assets["generation_config.json"].read_text()).get("eos_token_id")
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ValueError(f"{assets['generation_config.json']} is damaged: {error}") from None
-    return set(said) if isinstance(said, list) else set() if said is None else {said}
+        said = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    ids = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"{path} says eos_token_id {said!r}; it should be an id, several, or null")
+    return set(ids)
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:

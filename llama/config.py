@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,14 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
         for name in sizes:
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+            if type(getattr(self, name)) is not int or not 1 <= getattr(self, name) < 2**31:
                 raise ValueError(
-                    f"LlamaConfig.{name} is {getattr(self, name)!r}; it must be a whole number of at least 1"
+                    f"LlamaConfig.{name} is {getattr(self, name)!r}; it must be a whole number of at least 1, "
+                    "and below 2^31"
                 )
         for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"LlamaConfig.{name} is {getattr(self, name)}; it must be more than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"LlamaConfig.{name} is {getattr(self, name)}; it must be a number above 0")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly; "
@@ -88,8 +91,8 @@ class LlamaConfig:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; a Hugging Face model folder holds a config.json")
         try:
-            hf = json.loads(path.read_text())
-        except json.JSONDecodeError as e:
+            hf = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
             raise ValueError(f"{path} is not JSON: {e}") from None
         if not isinstance(hf, dict):
             raise ValueError(f"{path} holds no JSON object")
@@ -111,15 +114,18 @@ class LlamaConfig:
             raise ValueError(f"it describes a model that this Llama does not compute: {'; '.join(refused)}")
 
         # transformers 5 writes theta and scaling into `rope_parameters`; earlier versions write `rope_theta` and
-        # `rope_scaling` beside each other.
+        # `rope_scaling` beside each other. Where a value stands in two places, both must say the same.
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        theta = _agreed("rope_theta", rope, hf)
         scaling = None
         if _rope_type(rope) == "llama3":
+            original = _agreed("original_max_position_embeddings", rope, hf)
             scaling = RopeScaling(
                 factor=float(rope["factor"]),
                 low_freq_factor=float(rope["low_freq_factor"]),
                 high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position=int(rope["original_max_position_embeddings"]),
+                # transformers falls back on the longest position
+                original_max_position=int(hf["max_position_embeddings"] if original is None else original),
             )
         heads = hf["num_attention_heads"]
         return cls(
@@ -131,11 +137,11 @@ class LlamaConfig:
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             ffn_dim=hf["intermediate_size"],
             # 10000, 1e-6 and 2048 are the defaults of transformers' LlamaConfig for keys left out of the file
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
+            rope_theta=10_000.0 if theta is None else float(theta),
             rope_scaling=scaling,
             norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            max_position=hf.get("max_position_embeddings", 2048),
+            tied_embeddings=_of_type(hf, "tie_word_embeddings", bool, False),
+            max_position=_of_type(hf, "max_position_embeddings", int, 2048),
         )
 
     @classmethod
@@ -207,6 +213,24 @@ class LlamaConfig:
         return 6 * (self.parameters - looked_up) + attention
 
 
+def _agreed(key: str, rope: dict, hf: dict) -> float | None:
+    """A value that may stand among the RoPE parameters or at the top, or None."""
+    inner, outer = rope.get(key), hf.get(key)
+    if inner is not None and outer is not None and inner != outer:
+        raise ValueError(f"it says {key} twice: {inner} among the RoPE parameters, {outer} at the top")
+    value = outer if inner is None else inner
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ValueError(f"its {key} is {value!r}, which is no number")
+    return value
+
+
+def _of_type(hf: dict, key: str, kind: type, default: Any) -> Any:
+    value = hf.get(key, default)
+    if type(value) is not kind:
+        raise ValueError(f"its {key} is {value!r}, which is no {kind.__name__}")
+    return value
+
+
 def _rope_type(rope: dict) -> str:
     return rope.get("rope_type", rope.get("type", "default"))
 
@@ -230,6 +254,11 @@ def _unsupported(hf: dict) -> list[str]:
         if hf.get(key):
             reasons.append(f"the weights are quantised ({key})")
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if hf.get("rope_parameters") and hf.get("rope_scaling"):
+        inner, outer = ({k: v for k, v in hf[key].items() if k not in ("type", "rope_theta")} for key in
+                        ("rope_parameters", "rope_scaling"))  # fmt: skip
+        if inner != outer:
+            reasons.append(f"rope_parameters says {inner}, rope_scaling {outer}")
     if _rope_type(rope) not in ("default", "llama3"):
         reasons.append(f"rope_type is '{_rope_type(rope)}', not 'default' or 'llama3'")
     rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))

@@ -22,7 +22,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     """
     finite = logits.isfinite().all(-1)
     logits = logits.float().nan_to_num()
-    if temperature == 0:
+    if temperature < 1e-5:  # the likeliest id has all the probability, and dividing would overflow
         return torch.where(finite, logits.argmax(-1), -1)
     logits = logits / temperature
     if 0 < top_k < logits.shape[-1]:
@@ -32,7 +32,9 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     if top_p < 1:
         probabilities, order = probabilities.sort(descending=True)
         likelier = probabilities.cumsum(-1) - probabilities  # what stands before each id
-        probabilities = probabilities.masked_fill(likelier >= top_p, 0.0)
+        beyond = likelier >= top_p
+        beyond[:, 0] = False
+        probabilities = probabilities.masked_fill(beyond, 0.0)
         drawn = order.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
     else:
         drawn = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
@@ -77,7 +79,7 @@ class Decoder:
         """Prompts (B, S), padded behind to equal length, and their lengths (B,) -> logits (B, V) after the last id."""
         positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
         with torch.compiler.set_stance("force_eager"):  # a shape that is seen once is not worth compiling for
-            return self.model(tokens, self.cache.at(positions, None), wanted=lengths - 1)[:, 0]
+            return self.model(tokens, cache=self.cache.at(positions, None), wanted=lengths - 1)[:, 0]
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """One id a row (B,) at its position (B,) -> logits (B, V)."""
@@ -92,7 +94,7 @@ class Decoder:
 
     def _forward(self) -> Tensor:
         visible = (self.cache.slots <= self.positions)[:, None, None]  # (B, 1, 1, L)
-        return self.model(self.tokens, self.cache.at(self.positions, visible))[:, 0]
+        return self.model(self.tokens, cache=self.cache.at(self.positions, visible))[:, 0]
 
     def _capture(self) -> None:
         stream = torch.cuda.Stream()
@@ -135,6 +137,8 @@ def generate(
         ValueError: a prompt is empty or holds an id outside the vocabulary, or the model's logits are not finite.
     """
     device = model.tok_embeddings.weight.device
+    if not prompts:
+        raise ValueError("there is no prompt to go on from")
     for prompt in prompts:
         if not prompt:
             raise ValueError("a prompt has no token; a model needs at least one to go on from")

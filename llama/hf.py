@@ -7,12 +7,14 @@ other way, `write_hf` asks for one tensor after the other and writes one shard a
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +57,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, kind in DTYPES.items() if kind == dtype)
 
 
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The one type of several tensors, or fp32, which holds the values of all."""
+    found = set(dtypes)
+    return found.pop() if len(found) == 1 else torch.float32
+
+
 def hf_names(config: LlamaConfig) -> dict[str, str]:
     """Every parameter's name here -> its name in a Hugging Face folder, in transformers' order."""
     names = {"tok_embeddings": "model.embed_tokens"}
@@ -92,13 +100,14 @@ class Weights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights on disk (of the embedding, where tensors differ)."""
-        return self.tensors["tok_embeddings.weight"].dtype
+        """The type of the weights on disk; fp32, which holds all of them exactly, where tensors differ."""
+        return common_dtype(tensor.dtype for tensor in self.tensors.values())
 
     @property
     def assets(self) -> dict[str, Path]:
-        """The files that travel with the weights: name -> path."""
-        return {name: self.path / name for name in ASSETS if (self.path / name).is_file()}
+        """The files that travel with the weights: name -> path. An index that is not used is none of them."""
+        unused = {INDEX} if (self.path / WEIGHTS).is_file() else set()
+        return {name: self.path / name for name in ASSETS if name not in unused and (self.path / name).is_file()}
 
     def describe(self) -> dict[str, str]:
         """What a checkpoint's manifest says of the weights that a run started from."""
@@ -215,7 +224,7 @@ def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / WEIGHTS).is_file():
         files, index = [WEIGHTS], None
     elif (folder / INDEX).is_file():
-        index = _read_index(folder)
+        index = _read_index(folder / INDEX)
         files = sorted(set(index.values()))
         lost = [name for name in files if not (folder / name).is_file()]
         if lost:
@@ -242,15 +251,19 @@ def _find_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    path = folder / INDEX
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file of its folder each tensor is in.
+
+    Raises:
+        ValueError: the index is damaged, or names something else than safetensors files beside it.
+    """
     try:
-        files = json.loads(path.read_text())["weight_map"]
-        if all(Path(name).name == name for name in files.values()):
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if all(Path(name).name == name and name.endswith(".safetensors") for name in files.values()):
             return files
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from None
-    raise ValueError(f"{path} names files outside its own folder")
+    raise ValueError(f"{path} names something else than .safetensors files in its own folder")
 
 
 @torch.no_grad()
@@ -299,12 +312,12 @@ def save_hf(model: Llama, folder: str | Path, dtype: torch.dtype | None = None) 
 
     Args:
         folder: must not exist.
-        dtype: of every tensor and of config.json; by default the embedding's.
+        dtype: of every tensor and of config.json; by default the parameters' own.
     """
     parameters = dict(model.named_parameters())
     if any(hasattr(p, "full_tensor") for p in parameters.values()):
         raise ValueError("the model is sharded over a mesh; save a checkpoint and export that")
-    dtype = dtype or parameters["tok_embeddings.weight"].dtype
+    dtype = dtype or common_dtype(p.dtype for p in parameters.values())
     return write_hf(folder, model.config, lambda name: parameters[name].detach(), dtype, {})
 
 
@@ -327,12 +340,7 @@ def write_hf(
     Raises:
         FileExistsError: the folder exists.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists; choose a folder that does not")
-    work = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
-    work.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as work:
         for name, path in assets.items():
             if name not in ("config.json", INDEX):
                 shutil.copyfile(path, work / name)
@@ -342,17 +350,45 @@ def write_hf(
         plan, index = _plan_shards(config, dtype, assets.get(INDEX), max_shard_bytes)
         for file, names in plan.items():
             shard = {theirs: read(ours).to("cpu", dtype).contiguous() for ours, theirs in names.items()}
-            save_file(shard, work / file, metadata={"format": "pt"})
+            try:
+                save_file(shard, work / file, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{work / file} cannot be written: {error}") from None
             del shard
+            (work / file).chmod((work / "config.json").stat().st_mode)  # safetensors leaves it to its owner alone
         if index is not None:
             _write_json(work / INDEX, index)
-        for path in (*work.iterdir(), work):
+    return Path(folder)
+
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when everything in it is on disk, and is removed if that fails.
+
+    What killed attempts at the same folder on this machine left behind is removed first.
+
+    Raises:
+        FileExistsError: the folder exists.
+    """
+    folder = Path(folder)
+    if folder.exists() or folder.is_symlink():
+        raise FileExistsError(f"{folder} exists; choose another name, or move it away")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{folder.name}.{socket.gethostname()}-"
+    for path in folder.parent.glob(f"{glob.escape(prefix)}*.partial"):
+        pid = path.name[len(prefix) : -len(".partial")]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc").is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+    work = folder.parent / f"{prefix}{os.getpid()}.partial"
+    work.mkdir()
+    try:
+        yield work
+        for path in (*work.rglob("*"), work):
             _sync(path)
         work.rename(folder)
         _sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return folder
 
 
 def _plan_shards(
@@ -366,9 +402,10 @@ def _plan_shards(
     sizes = {name: torch.Size(shapes[name]).numel() * dtype.itemsize for name in names}
     total = sum(sizes.values())
     if carried_index is not None:
+        files = _read_index(carried_index)
         index = json.loads(carried_index.read_text())
-        files = index["weight_map"]
-        if files.keys() == set(names.values()) and index.get("metadata", {}).get("total_size") == total:
+        metadata = index.get("metadata")
+        if files.keys() == set(names.values()) and isinstance(metadata, dict) and metadata.get("total_size") == total:
             plan: dict[str, dict[str, str]] = {}
             for ours, theirs in names.items():
                 plan.setdefault(files[theirs], {})[ours] = theirs

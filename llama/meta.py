@@ -68,10 +68,13 @@ def open_meta(folder: Path) -> Weights:
     """Open a folder in Meta's layout and account for every tensor; see ``llama.hf.open_weights``."""
     path = folder / "params.json"
     try:
-        params = json.loads(path.read_text())
-        files = sorted(folder.glob("consolidated.*.pth"))
+        params = json.loads(path.read_text(encoding="utf-8"))
+        scaled = params.get("use_scaled_rope", False)
+        if not isinstance(scaled, bool):
+            raise ValueError(f"{path}: use_scaled_rope is {scaled!r}, neither true nor false")
+        files = sorted(folder.glob("consolidated.[0-9][0-9].pth"))
         if not files:
-            raise FileNotFoundError(f"{folder} holds no consolidated.*.pth")
+            raise FileNotFoundError(f"{folder} holds no consolidated.NN.pth")
         numbered = [f"consolidated.{i:02d}.pth" for i in range(len(files))]
         if [file.name for file in files] != numbered:
             lost = sorted(set(numbered) - {file.name for file in files})
@@ -99,9 +102,10 @@ def open_meta(folder: Path) -> Weights:
             rope_scaling=_rope_scaling(params, tied),
             norm_eps=float(params["norm_eps"]),
             tied_embeddings=tied,
-            max_position=131_072 if params.get("use_scaled_rope") else 8192,
+            max_position=131_072 if scaled else 8192,
         )
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError,
+            ZeroDivisionError, OverflowError) as error:  # fmt: skip
         raise ValueError(f"{path} cannot be understood: {type(error).__name__} {error}") from None
     refused = [key for key in ("quantization_args", "lora_args", "moe_args", "vision_chunk_size") if params.get(key)]
     if refused:
@@ -125,7 +129,8 @@ def _rope_scaling(params: dict, tied: bool) -> RopeScaling | None:
     """
     if not params.get("use_scaled_rope"):
         return None
-    return RopeScaling(float(params.get("rope_scaling_factor") or (32.0 if tied else 8.0)))
+    factor = params.get("rope_scaling_factor")
+    return RopeScaling((32.0 if tied else 8.0) if factor is None else float(factor))
 
 
 def _open_piece(file: Path) -> dict[str, Tensor]:
@@ -133,8 +138,12 @@ def _open_piece(file: Path) -> dict[str, Tensor]:
         piece = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(piece, dict) or not all(isinstance(value, Tensor) for value in piece.values()):
-        raise ValueError(f"{file} is not a piece of Meta's weights: it holds more than named tensors")
+    dense = isinstance(piece, dict) and all(
+        isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu" and value.ndim > 0
+        for value in piece.values()
+    )
+    if not dense:
+        raise ValueError(f"{file} is not a piece of Meta's weights: it holds something else than named dense tensors")
     piece.pop("rope.freqs", None)  # follows from the parameters
     return piece
 
@@ -149,11 +158,19 @@ def _join(folder: Path, pieces: list[dict[str, Tensor]], dim: int, head_dim: int
     for key in keys:
         parts = tuple(piece[key] for piece in pieces)
         module = key.split(".")[-2] if "." in key else key
-        if len(parts[0].shape) < 2:
+        kinds = {(part.dtype, part.ndim) for part in parts}
+        if len(kinds) > 1:
+            raise ValueError(f"{folder}: {key} differs between the pieces: {sorted(map(str, kinds))}")
+        if parts[0].ndim < 2:
+            if not all(torch.equal(part, parts[0]) for part in parts):
+                raise ValueError(f"{folder}: {key} differs between the pieces, which should all hold the same")
             tensors[key] = PiecedTensor(parts[:1], 0)
             continue
         axis = _AXES.get(module, 0)
         if module == "tok_embeddings":
             axis = 0 if parts[0].shape[1] == dim else 1
+        if len({part.shape[:axis] + part.shape[axis + 1 :] for part in parts}) > 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise ValueError(f"{folder}: the pieces of {key} do not fit together: {shapes}")
         tensors[key] = PiecedTensor(parts, axis, head_dim if module in ("wq", "wk") else 0)
     return tensors

@@ -10,15 +10,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from llama.config import LlamaConfig
+
+BLOCK = 128  # tokens in a block of a document mask; flex_attention's own default
 
 
 class RMSNorm(nn.Module):
@@ -70,6 +73,63 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """Positions (B, S) that start at 0 in each document.
+
+    Args:
+        documents: (B, S) int64, the number of the document that each token belongs to, never falling within a row.
+    """
+    index = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def document_mask(documents: Tensor) -> Tensor | BlockMask:
+    """What lets each token see itself and what stands before it in its own document, nothing else.
+
+    On CPU a bool tensor (B, 1, S, S). On CUDA a mask by blocks of 128 x 128 tokens, for a kernel that skips the blocks
+    in which no token sees another: a block of keys matters to a block of queries if it is not behind it and its last
+    document is not before theirs; within, only pairs of the same document count.
+    """
+    B, S = documents.shape
+    if not documents.is_cuda:
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        return same.tril()
+    blocks = -(-S // BLOCK)
+    padded = F.pad(documents, (0, blocks * BLOCK - S), value=2**62).view(B, blocks, BLOCK)
+    first, last = padded[..., 0], padded[..., -1]  # (B, blocks)
+    place = torch.arange(blocks, device=documents.device)
+    before = (place[:, None] > place)[None]
+    matters = (before | (place[:, None] == place)) & (last[:, None, :] >= first[:, :, None])
+    whole = before & (first[:, None, :] == last[:, :, None])  # every pair is of one document
+    partly = matters & ~whole
+
+    def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks of keys each block of queries has (B, 1, blocks), and which, those first."""
+        order = mask.int().argsort(dim=-1, descending=True, stable=True)
+        return mask.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (documents[b, q] == documents[b, k])
+
+    return BlockMask.from_kv_blocks(
+        *listed(partly), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(S, S)
+    )
+
+
+@lru_cache
+def _flex_attention() -> Callable:
+    return torch.compile(flex_attention, dynamic=False)  # uncompiled it makes the whole (S, S) matrix
+
+
+def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask) -> Tensor:
+    """Attention of q (B, H, S, K) over k, v (B, G, S, K) where `mask` (of ``document_mask``) allows it."""
+    grouped = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        return _flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
 class LayerCache(NamedTuple):
     """Keys and values that a layer has computed, for generation: see ``llama.generate.Cache``."""
 
@@ -99,7 +159,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | BlockMask | None = None,
+    ) -> Tensor:
         B, S, _ = x.shape
         q = rotate(self.wq(x).view(B, S, -1, self.head_dim), cos, sin)  # (B, S, H, K); H is local under tp
         k = rotate(self.wk(x).view(B, S, -1, self.head_dim), cos, sin)  # (B, S, G, K)
@@ -111,6 +178,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, S, K)
         if cache is not None and cache.visible is not None:
             y = attend_to_cache(q, cache)
+        elif mask is not None:
+            y = attend_within_documents(q, k, v, mask)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(y.transpose(1, 2).reshape(B, S, -1))  # (B, S, D)
@@ -140,22 +209,31 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.recompute = "none"  # "none", "selective" or "full": set by parallel.parallelize
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        mask: Tensor | BlockMask | None = None,
+    ) -> Tensor:
         # A call, not a wrapper module: no name in the state dict changes, and `block.compile()` sees what is inside.
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.layer(x, cos, sin, cache)
+            return self.layer(x, cos, sin, cache, mask)
         if self.recompute == "full":
-            return checkpoint(self.layer, x, cos, sin, use_reentrant=False)
-        return checkpoint(self.layer, x, cos, sin, use_reentrant=False, context_fn=selective_contexts)
+            return checkpoint(self.layer, x, cos, sin, None, mask, use_reentrant=False)
+        return checkpoint(self.layer, x, cos, sin, None, mask, use_reentrant=False, context_fn=selective_contexts)
 
-    def layer(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache)  # (B, S, D), or (B, S/t, D) under tp
+    def layer(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, mask: Tensor | BlockMask | None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache=cache, mask=mask)  # (B, S, D); (B, S/t, D) on tp
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 def _keep_or_recompute(seen: dict[bool, int], ctx, op, *args, **kwargs) -> CheckpointPolicy:
     name = str(op)
-    if "scaled_dot_product" in name or "reduce_scatter" in name:
+    if any(kept in name for kept in ("scaled_dot_product", "flex_attention", "reduce_scatter")):
         return CheckpointPolicy.MUST_SAVE
     if op is torch.ops.aten.mm.default:
         seen[ctx.is_recompute] += 1
@@ -197,19 +275,31 @@ class Llama(nn.Module):
             init_weights(self, seed=0)
 
     def forward(
-        self, tokens: Tensor, cache: Sequence[LayerCache] | None = None, wanted: Tensor | None = None
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        cache: Sequence[LayerCache] | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S).
 
         Args:
+            documents: (B, S) int64, the number of the document that each token belongs to, never falling within a row:
+                attention stays inside a document and positions start anew in each. Without: each row is one.
             cache: for generation, one a layer; their positions are the tokens'. Without: positions 0 to S - 1.
             wanted: (B,) int64, for generation: the one index of each row whose logits are computed, giving (B, 1, V).
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device) if cache is None else cache[0].positions
+        mask = None
+        if documents is not None:
+            positions, mask = positions_in_documents(documents), document_mask(documents)  # (B, S)
+        elif cache is not None:
+            positions = cache[0].positions  # (B, S)
+        else:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)  # (S,)
         cos, sin = rope_tables(self.config, positions)
         x = self.tok_embeddings(tokens)  # (B, S, D), or (B, S/t, D) under sequence parallelism
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin) if cache is None else layer(x, cos, sin, cache[i])
+            x = layer(x, cos, sin, cache=cache[i] if cache is not None else None, mask=mask)
         if wanted is not None:
             x = x[torch.arange(len(x), device=x.device), wanted][:, None]  # (B, 1, D)
         x = self.norm(x)

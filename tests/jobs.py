@@ -47,9 +47,9 @@ def training(arguments: list[str], ragged: bool = False) -> dict:
     real_shuffled, real_tokens = data.Shuffled.__getitem__, data.TokenDataset.__getitem__
 
     def record(self, sample):
-        inputs, labels = real_shuffled(self, sample)
+        inputs, labels, source = real_shuffled(self, sample)
         given.append((sample, hashlib.sha256(inputs.numpy().tobytes()).hexdigest()))
-        return inputs, labels
+        return inputs, labels, source
 
     def mask(self, window):
         inputs, labels = real_tokens(self, window)
@@ -75,7 +75,7 @@ def dtypes_inside(arguments: list[str]) -> dict[str, str]:
     found = {}
     real_layer, real_step = llama.model.Block.layer, torch.optim.AdamW.step
 
-    def layer(self, x, cos, sin, cache=None):
+    def layer(self, x, cos, sin, cache, mask):
         found.update(
             residual=x.dtype,
             norm=self.attention_norm(x).dtype,
@@ -83,7 +83,7 @@ def dtypes_inside(arguments: list[str]) -> dict[str, str]:
             tables=cos.dtype,
             autocast=torch.is_autocast_enabled(x.device.type),
         )
-        return real_layer(self, x, cos, sin, cache)
+        return real_layer(self, x, cos, sin, cache, mask)
 
     def step(self, *args, **kwargs):
         weight = self.param_groups[0]["params"][0]
@@ -124,7 +124,7 @@ def gradients(mesh_shape: tuple[int, int], variants: list[tuple[bool, str, bool]
         inputs, labels = mine[:, :-1], mine[:, 1:]
         logits = model(inputs)
         with loss_parallel():
-            loss = fabric_train.token_loss_sum(logits, labels)
+            loss = fabric_train.token_losses(logits, labels).sum()
             loss.backward()
         whole = {name: plain(p.grad).numpy() for name, p in model.named_parameters()}
         local = {name: plain(p.grad).shape for name, p in model.named_parameters()}
@@ -207,7 +207,7 @@ def optimizer_and_generators(folder: str) -> dict:
 
     def step(model, optimizer):
         with loss_parallel():
-            fabric.backward(fabric_train.token_loss_sum(model(tokens[:, :-1]), tokens[:, 1:]))
+            fabric.backward(fabric_train.token_losses(model(tokens[:, :-1]), tokens[:, 1:]).sum())
         optimizer.step()
         optimizer.zero_grad()
 
@@ -268,7 +268,7 @@ def imported(mesh_shape: tuple[int, int], folder: str, tokens: torch.Tensor) -> 
     mine = tokens[axis.get_local_rank() * share :][:share]
     sharded = model(mine[:, :-1])
     with loss_parallel():
-        loss = fabric_train.token_loss_sum(sharded, mine[:, 1:]) / tokens[:, 1:].numel()
+        loss = fabric_train.token_losses(sharded, mine[:, 1:]).sum() / tokens[:, 1:].numel()
         loss.backward()
     gradients = {name: plain(p.grad).numpy() for name, p in model.named_parameters()}
     answer = {"logits": logits.numpy(), "gradients": gradients} if dist.get_rank() == 0 else None
@@ -306,7 +306,7 @@ def memory_of_import_and_export(folder: str, work: str) -> dict:
     answer = {"peak": peak, "shard": shard}
     if dist.get_rank() == 0:
         torch.save({}, partial / "meta.pt")
-        described = {"step": 1, "tokens": 1, "model": weights.config.to_dict(), "data": {}}
+        described = {"step": 1, "samples": 1, "tokens": 1, "model": weights.config.to_dict(), "data": {}}
         checkpoints.publish(partial, final, described)
     del model
     if dist.get_rank() == 0:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import data
-from data import ByteTokenizer, RankBatches, Shuffled, TokenDataset, prepare_documents, window_of
+from data import ByteTokenizer, Era, Mixture, RankBatches, Shuffled, TokenDataset, prepare_documents, window_of
 
 
 def counting_folder(tmp_path, tokens: int, dtype: str = "uint16", shards: int = 1):
@@ -102,7 +102,7 @@ def test_steps_train_on_the_same_samples_on_every_mesh(ranks, micro):
 
 
 def test_workers_do_not_change_the_order(tokens):
-    dataset = Shuffled(TokenDataset(tokens, 64), seed=3)
+    dataset = Shuffled({"words": TokenDataset(tokens, 64)}, Mixture([Era(0, {"words": 1.0})]), seed=3)
     drawn = []
     for workers in (0, 2):
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=RankBatches(5, 8, 4, 0, 1), num_workers=workers)

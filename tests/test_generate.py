@@ -1,12 +1,13 @@
 """Generation: the cache changes nothing, sampling draws what it says, and every kind of source gives the same text."""
 
 import math
+import shutil
 from pathlib import Path
 
 import jobs
 import pytest
 import torch
-from test_hf import SCALED, random_hf
+from test_hf import SCALED, random_hf, retensor
 
 import checkpoints
 from checkpoints.convert import from_hf, to_hf
@@ -165,9 +166,38 @@ def test_streaming_never_shows_half_a_character(published, capsys, monkeypatch):
     assert text(capsys, str(published[0]), "--prompt", "a") == f"a{wanted}\n"
 
 
+def test_extreme_settings_draw_the_likeliest():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
+    for temperature, top_p in ((1e-300, 1.0), (1e-38, 1.0), (1e-4, 0.5), (1.0, 1e-300)):
+        assert choose(logits, temperature, 0, top_p, torch.Generator()).tolist() == [1, 0], (temperature, top_p)
+    assert choose(logits, 1.0, 99, 1.0, torch.Generator()).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "said", ['{"eos_token_id": [[1]]}', '{"eos_token_id": {}}', '{"eos_token_id": "x"}', "[]", "{"]
+)
+def test_damaged_generation_configs(published, tmp_path, said, capsys):
+    shutil.copytree(published[0], tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text(said)
+    assert main(["generate", f"{tmp_path}/hf", "--prompt", "x"]) == 2
+    assert "generation_config.json" in capsys.readouterr().err
+
+
+def test_damaged_weights_end_with_a_message(published, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(published[0], tmp_path / "hf")
+    retensor(tmp_path / "hf", lambda t: t["model.norm.weight"].fill_(torch.nan))
+    assert main(["generate", f"{tmp_path}/hf", "--prompt", "x"]) == 2
+    assert "logits are not finite" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "call, fragment",
     [
+        (["SOURCE", "--prompt", "x", "--seed", "-1"], "--seed is -1"),
+        (["SOURCE", "--prompt", "x", "--max_new_tokens", "1000000000000"], "--max_new_tokens is"),
+        (["SOURCE", "--prompt", "\udcff"], "is not UTF-8"),
         (["SOURCE", "--prompt", "x", "--temperature", "-1"], "--temperature is -1.0"),
         (["SOURCE", "--prompt", "x", "--temperature", "nan"], "--temperature is nan"),
         (["SOURCE", "--prompt", "x", "--top_p", "0"], "--top_p is 0.0; it takes more than 0, at most 1"),

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from checkpoints.__main__ import main as checkpoints_main
 from checkpoints.convert import CheckpointWeights, from_hf, to_hf
 from data import TokenDataset
 from llama import Llama, LlamaConfig, init_weights, load_hf, load_weights, open_weights, save_hf
-from llama.hf import hf_names, parameter_shapes
+from llama.hf import hf_names, parameter_shapes, write_hf
 
 ORIGINAL = 64  # positions before scaling; the tests' sequences are longer
 SCALED = {
@@ -255,6 +256,12 @@ def unindex(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
+def escape(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "x.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../x.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 REFUSALS = {
     "architecture": (lambda f: rewrite(f, model_type="mistral"), ["model_type is 'mistral'"]),
     "classifier": (
@@ -294,6 +301,19 @@ REFUSALS = {
         ["model.safetensors is damaged"],
     ),
     "no config": (lambda f: (f / "config.json").unlink(), ["neither config.json"]),
+    "scaling said twice": (
+        lambda f: rewrite(f, rope_parameters={"rope_type": "default", "rope_theta": 7000.0}, rope_scaling=SCALED),
+        ["rope_parameters says", "rope_scaling {"],
+    ),
+    "theta said twice": (lambda f: rewrite(f, rope_theta=8000.0), ["rope_theta twice: 7000.0", "8000.0"]),
+    "original length said twice": (
+        lambda f: rewrite(f, rope_parameters=SCALED, original_max_position_embeddings=128),
+        ["original_max_position_embeddings twice: 64", "128"],
+    ),
+    "no theta": (lambda f: rewrite(f, rope_parameters={"rope_theta": 0}), ["rope_theta is 0.0"]),
+    "a flag that is none": (lambda f: rewrite(f, tie_word_embeddings="false"), ["tie_word_embeddings is 'false'"]),
+    "not text": (lambda f: (f / "config.json").write_bytes(b"\xff{}"), ["config.json is not JSON"]),
+    "index out of its folder": (escape, ["names something else than .safetensors files in its own folder"]),
     "only torch files": (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
         ["pytorch_model.bin", "does not read"],
@@ -484,6 +504,101 @@ def test_metas_pieces_must_all_be_there(tmp_path):
     (tmp_path / "two" / "consolidated.00.pth").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"consolidated.00.pth cannot be read"):
         open_weights(tmp_path / "two")
+
+
+def test_metas_pieces_must_fit(tmp_path):
+    """A piece's type and shape, and norms that differ between pieces, are not taken from the first piece."""
+    theirs = random_hf(tmp_path / "hf", intermediate_size=128, head_dim=16)
+    meta_layout(theirs, tmp_path / "meta", 2)
+    file = tmp_path / "meta" / "consolidated.01.pth"
+    piece = torch.load(file)
+    for change, said in (
+        ({"layers.0.attention.wv.weight": piece["layers.0.attention.wv.weight"].to(torch.int8)}, "int8"),
+        ({"norm.weight": piece["norm.weight"] + 1}, "norm.weight differs between the pieces"),
+        ({"layers.0.attention.wq.weight": torch.zeros(32, 63).bfloat16()}, "do not fit together"),
+        ({"norm.weight": torch.tensor(1.0)}, "something else than named dense tensors"),
+    ):
+        torch.save(piece | change, file)
+        with pytest.raises(ValueError, match=said):
+            open_weights(tmp_path / "meta")
+
+
+def test_an_index_that_is_not_used_does_not_travel(published, tmp_path):
+    """It could name any file, also outside the export."""
+    shutil.copytree(published["tied"][0], tmp_path / "in")
+    weights = open_weights(tmp_path / "in")
+    files = {key: "../../escaped.safetensors" for key in hf_names(weights.config).values()}
+    index = {"metadata": {"total_size": 4 * weights.config.parameters}, "weight_map": files}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    from_hf(tmp_path / "in", tmp_path / "deep" / "checkpoint")
+    to_hf(tmp_path / "deep" / "checkpoint", tmp_path / "deep" / "out")
+    assert "model.safetensors" in contents(tmp_path / "deep" / "out")
+    assert not list(tmp_path.rglob("escaped*"))
+    (tmp_path / "deep" / "checkpoint" / "assets" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names something else"):
+        write_hf(tmp_path / "direct", weights.config, lambda n: weights.tensors[n][(slice(0, 1),)], torch.float32,
+                 {"model.safetensors.index.json": tmp_path / "in" / "model.safetensors.index.json"})  # fmt: skip
+    assert not (tmp_path / "direct").exists() and not list(tmp_path.rglob("escaped*"))
+
+
+def test_tensors_of_several_types_keep_their_values(tmp_path):
+    random_hf(tmp_path / "in", torch.bfloat16)
+    norm = 1 + torch.arange(64) / 1e5  # none of which bf16 holds, apart from 1
+    retensor(tmp_path / "in", lambda t: t.update({"model.norm.weight": norm}))
+    from_hf(tmp_path / "in", tmp_path / "checkpoint")
+    folder, dtype = to_hf(tmp_path / "checkpoint", tmp_path / "out")
+    assert dtype == "fp32" and torch.equal(load_hf(folder).norm.weight, norm)
+    assert torch.equal(load_hf(tmp_path / "in").norm.weight, norm)
+
+
+def test_exports_can_be_read_by_others(published, tmp_path):
+    save_hf(load_hf(published["tied"][0]), tmp_path / "out")
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
+
+
+def test_leftovers_of_killed_conversions_go(published, tmp_path):
+    dead = tmp_path / f".out.{socket.gethostname()}-999999999.partial"
+    dead.mkdir()
+    (dead / "half").write_text("x")
+    alive = tmp_path / f".out.{socket.gethostname()}-1.partial"
+    alive.mkdir()
+    save_hf(load_hf(published["tied"][0]), tmp_path / "out")
+    assert not dead.exists() and alive.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {}}, {"model": {"dim": 5}}, {"files": {"meta.pt": None}}, {"tokens": None}, {"mesh": "x"},
+        {"source": "x"}, {"step": "1"},
+    ],
+)  # fmt: skip
+def test_damaged_manifests_are_refused(published, tmp_path, change, capsys):
+    from_hf(published["tied"][0], tmp_path / "c")
+    path = tmp_path / "c" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert checkpoints_main(["to-hf", f"{tmp_path}/c", f"{tmp_path}/out"]) == 2
+    assert "is damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_run_goes_on_without_the_folder_it_began_from(group, tokens, tmp_path):
+    """Named as a preset is; begun from a run folder; then gone."""
+    random_hf(tmp_path / "llama3.2-1b")
+    began = options(tmp_path / "first", tokens, tmp_path / "llama3.2-1b")
+    group.run(1, jobs.training, began)
+    second = options(tmp_path / "second", tokens, tmp_path / "first")
+    group.run(1, jobs.training, second)
+    manifest = checkpoints.read_manifest(checkpoints.latest(tmp_path / "second" / "checkpoints"))
+    assert manifest["source"]["path"] == str(checkpoints.latest(tmp_path / "first" / "checkpoints"))
+    shutil.rmtree(tmp_path / "llama3.2-1b")
+    for again in (began, began[2:]):
+        rows = group.run(1, jobs.training, [*again, "--steps", str(2 + (again is not began))])[0]["rows"]
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
+    code, said = group.run(1, jobs.refused, options(tmp_path / "third", tokens, tmp_path / "llama3.2-1b"))[0]
+    assert code == 2 and "there is no folder" in said
+    code, said = group.run(1, jobs.refused, [*began[2:], "--model", "llama3.2-1b"])[0]
+    assert code == 2 and "another model" in said
 
 
 def test_weights_are_loaded_one_after_the_other(published):

@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "data/order.py": {"torch"},
     "data/tokens.py": {"torch", "numpy", "data"},
     "data/prepare.py": {"numpy", "data"},
+    "data/read.py": set(),
+    "data/__main__.py": {"data", "tqdm"},
     "data/tokenizer.py": {"tokenizers", "tiktoken"},
     "checkpoints/folders.py": {"torch", "numpy", "lightning"},
     "checkpoints/convert.py": {"torch", "safetensors", "llama", "checkpoints"},

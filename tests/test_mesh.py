@@ -210,7 +210,7 @@ def test_accumulated_loss_is_the_mean_over_tokens():
     """(sum, tokens) of (2, 1) and (90, 9) make 9.2, not the 6 of a mean of means; no valid token makes 0, not NaN."""
     # logits (0, x) with label 0 have the loss log(1 + e^x); choose x so that it is 2 and 10
     rows = [torch.tensor([[[0.0, float(np.log(np.expm1(value)))]] * count]) for value, count in ((2.0, 1), (10.0, 9))]
-    sums = [fabric_train.token_loss_sum(row, torch.zeros(1, row.shape[1], dtype=torch.int64)) for row in rows]
+    sums = [fabric_train.token_losses(row, torch.zeros(1, row.shape[1], dtype=torch.int64)).sum() for row in rows]
     assert sum(sums).item() / 10 == pytest.approx(9.2, rel=1e-5)
-    nothing = fabric_train.token_loss_sum(rows[0], torch.full((1, 1), data.IGNORED))
+    nothing = fabric_train.token_losses(rows[0], torch.full((1, 1), data.IGNORED)).sum()
     assert nothing.item() == 0.0

@@ -98,6 +98,35 @@ def test_the_begin_token_is_the_files(json_file):
     assert tokenizer._tokenizer.encode("x", add_special_tokens=True).ids[0] == tokenizer.begin_id
 
 
+def test_settings_for_batches_are_not_followed(json_file, tmp_path):
+    """Truncation and padding in a published file would cut documents short, or fill them."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(json_file))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=10)
+    tokenizer.save(str(tmp_path / "mine.json"))
+    ours = load_tokenizer(tmp_path / "mine.json")
+    for text in TEXTS:
+        assert ours.encode(text) == load_tokenizer(json_file).encode(text)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "tokenizer.json").write_text("another")
+    ours.save(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
+
+
+def test_without_a_template_nothing_begins_a_text(json_file, tmp_path):
+    """As with transformers: a named bos_token alone puts nothing first."""
+    content = json.loads(json_file.read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "post_processor": None}))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.begin_id is None and tokenizer.end_id is not None
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json cannot be understood"):
+        load_tokenizer(tmp_path)
+
+
 def test_bytes_as_a_tokenizer_json(tmp_path):
     """The file that a byte-level model is exported with gives transformers the same ids."""
     from transformers import AutoTokenizer
@@ -127,6 +156,9 @@ def test_refused(tmp_path, model_file):
         load_tokenizer(tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer.model").write_text(model_file.read_text() + "eHg= 7\n")
     with pytest.raises(ValueError, match="ranks are not"):
+        load_tokenizer(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer.model").write_text("YQ== 0\nYg== 1\n")
+    with pytest.raises(ValueError, match="lacks some of the 256 single bytes"):
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
