@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import checkpoints
 from data import (
@@ -685,7 +685,7 @@ def find_config(
 class Corpus:
     """The data of a run: what is trained on by source, what is held out, and what a checkpoint says of it"""
 
-    datasets: dict[str, Dataset]
+    datasets: dict[str, TokenDataset | RandomTokens]
     weights: dict[str, float]
     held_out: HeldOut | None  # None for random tokens
     begin_id: int | None

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.utils.data import Dataset
+if TYPE_CHECKING:  # its import takes seconds, which tokenizing text need not wait for
+    from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
 _ROUNDS = 6
@@ -136,7 +137,7 @@ def _pattern(weights: dict[str, float]) -> _Pattern:
     return _Pattern(names, order, counted)
 
 
-class Shuffled(Dataset):
+class Shuffled:
     """Datasets indexed by global sample: item n, for any n >= 0, is (inputs, labels, source).
 
     Args:
@@ -148,7 +149,7 @@ class Shuffled(Dataset):
 
     def __init__(
         self,
-        datasets: Mapping[str, Dataset],
+        datasets: Mapping[str, Any],
         mixture: Mixture,
         seed: int,
         begin_id: int | None = None,

@@ -178,17 +178,40 @@ class TiktokenTokenizer:
         shutil.copyfile(self.path, folder / MODEL)
 
 
+_LONGEST_RUN, _LONGEST_PART = 25_000, 400_000  # characters; Meta's tokenizer.py
+
+
 def _parts(text: str) -> Iterator[str]:
     """Cut a text as Meta's tokenizer does before tiktoken sees it, which fails on very long runs: every 400,000
     characters, and every 25,000 within a run that is all white space or all not."""
-    for start in range(0, len(text), 400_000):
-        piece = text[start : start + 400_000]
+    for start in range(0, len(text), _LONGEST_PART):
+        part = text[start : start + _LONGEST_PART]
         cut = 0
-        for run in re.finditer(r"\s{25001,}|\S{25001,}", piece):
-            for border in range(run.start() + 25_000, run.end(), 25_000):
-                yield piece[cut:border]
+        for low, high in _long_runs(part):
+            for border in range(low + _LONGEST_RUN, high, _LONGEST_RUN):
+                yield part[cut:border]
                 cut = border
-        yield piece[cut:]
+        yield part[cut:]
+
+
+def _long_runs(text: str) -> Iterator[tuple[int, int]]:
+    """Where a run of white space, or of none, is longer than `_LONGEST_RUN`: one that is covers a multiple of it."""
+    position = 0
+    while position < len(text):
+        space = text[position].isspace()
+        found = (_NO_SPACE if space else _SPACE).search(text, position)
+        high = found.start() if found else len(text)
+        low = position
+        while low and position - low <= _LONGEST_RUN and text[low - 1].isspace() == space:
+            low -= 1
+        if high - low > _LONGEST_RUN:
+            yield low, high
+            position = high
+        else:
+            position += _LONGEST_RUN
+
+
+_SPACE, _NO_SPACE = re.compile(r"\s"), re.compile(r"\S")
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer | TiktokenTokenizer

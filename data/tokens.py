@@ -20,13 +20,14 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from data.tokenizer import JSON, MODEL, ByteTokenizer, Tokenizer, digest, load_tokenizer
+
+if TYPE_CHECKING:  # its import takes seconds, which tokenizing text need not wait for
+    from torch import Tensor
 
 IGNORED = -100  # a label that is not trained on, PyTorch's own default
 FORMAT = "fabric-llama tokens"
@@ -35,7 +36,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _HASH_UP_TO = 256 * 2**20  # bytes of shards whose checksums are compared at every start
 
 
-class TokenDataset(Dataset):
+class TokenDataset:
     """Windows of a split: item i is (inputs, labels), each (S,) int64, labels the inputs moved on by one token.
 
     N tokens hold floor((N - 1) / S) windows of length S; windows do not overlap, apart from the last label of one being
@@ -88,10 +89,13 @@ class TokenDataset(Dataset):
         if not 0 <= window < len(self):
             raise IndexError(f"window {window} of {len(self)}")
         start = window * self.sequence_length
+        import torch
+
         tokens = torch.from_numpy(self.read(start, start + self.sequence_length + 1).astype(np.int64))
         highest = int(tokens.max())
         if highest >= self.index["vocab_size"]:
-            position = start + int(tokens.argmax())
+            position = start + int((tokens >= self.index["vocab_size"]).int().argmax())
+            highest = int(tokens[position - start])
             shard = bisect.bisect_right(self._starts, position) - 1
             raise ValueError(
                 f"{self._shards[shard]}: token {position - self._starts[shard]:,} (token {position:,} of split "
@@ -130,7 +134,7 @@ def _mapped(path: Path, dtype: str) -> np.memmap:
     return np.memmap(path, DTYPES[dtype], "r")
 
 
-class HeldOut(Dataset):
+class HeldOut:
     """The held-out windows of several sources, one source after the other: item i is (inputs, labels)."""
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
@@ -156,7 +160,7 @@ class HeldOut(Dataset):
         return None if None in sizes else sum(sizes) / sum(dataset.tokens for dataset in self.datasets)
 
 
-class RandomTokens(Dataset):
+class RandomTokens:
     """Seeded random tokens, as in Lightning's tensor-parallel example: item i is a pure function of (seed, i)."""
 
     def __init__(self, vocab_size: int, sequence_length: int, seed: int, windows: int = 2**40) -> None:
@@ -169,6 +173,8 @@ class RandomTokens(Dataset):
         return self.windows
 
     def __getitem__(self, window: int) -> tuple[Tensor, Tensor]:
+        import torch
+
         generator = np.random.Generator(np.random.Philox(key=[self.seed, window]))
         tokens = torch.from_numpy(generator.integers(0, self.vocab_size, self.sequence_length + 1, dtype=np.int64))
         return tokens[:-1], tokens[1:]
@@ -202,14 +208,14 @@ def read_index(folder: Path) -> dict:
                 raise ValueError(f"{path} names {shard['file']}, which is not a file of the folder itself")
             _check_shard(folder / shard["file"], shard["tokens"] * width, shard["sha256"], total <= _HASH_UP_TO)
         splits = [index["splits"][name] for name in ("train", "validation")]
-        if index["vocab_size"] < 1 or not all(split["text_bytes"] > 0 and split["shards"] for split in splits):
+        sizes = [split["text_bytes"] for split in splits]  # None where adopted ids came without their tokenizer
+        if index["vocab_size"] < 1 or not all(split["shards"] for split in splits) or 0 in sizes:
             raise ValueError(f"{path} is damaged: its vocabulary or one of its splits is empty")
         name = index["tokenizer"]
-        if name not in (ByteTokenizer.name, JSON, MODEL):
-            raise ValueError(
-                f"{path}: tokenizer '{name}' is not known; there are: {ByteTokenizer.name}, {JSON}, {MODEL}"
-            )
-        if name != ByteTokenizer.name:
+        if name not in (ByteTokenizer.name, JSON, MODEL, None):
+            known = ", ".join((ByteTokenizer.name, JSON, MODEL))
+            raise ValueError(f"{path}: tokenizer '{name}' is not known; there are: {known}")
+        if name in (JSON, MODEL):
             _check_hash(folder / name, index["tokenizer_sha256"])
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} is damaged: {type(e).__name__} {e}") from None
@@ -326,7 +332,7 @@ def _adopted(
         for start in range(0, len(ids), 2**22):
             part = ids[start : start + 2**22]
             if int(part.max()) >= vocab_size:
-                position = start + int(part.argmax())
+                position = start + int((part >= vocab_size).argmax())
                 raise ValueError(
                     f"{path}: token {position:,} is {int(ids[position])}, outside the vocabulary of {vocab_size:,}; "
                     "the width or the vocabulary is another"

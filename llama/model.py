@@ -87,22 +87,28 @@ def positions_in_documents(documents: Tensor) -> Tensor:
 def document_mask(documents: Tensor) -> Tensor | BlockMask:
     """What lets each token see itself and what stands before it in its own document, nothing else.
 
-    On CPU a bool tensor (B, 1, S, S). On CUDA a mask by blocks of 128 x 128 tokens, for a kernel that skips the blocks
-    in which no token sees another: a block of keys matters to a block of queries if it is not behind it and its last
-    document is not before theirs; within, only pairs of the same document count.
+    On CPU a bool tensor (B, 1, S, S), on CUDA ``document_blocks``, for a kernel that skips what is masked.
+    """
+    if documents.is_cuda:
+        return document_blocks(documents)
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
+def document_blocks(documents: Tensor) -> BlockMask:
+    """The mask by blocks of 128 x 128 tokens, made without a look at each pair of tokens.
+
+    A block of keys matters to a block of queries if it is not behind it and its last document is not before their
+    first. If it also begins in their last document, every pair is of one document and needs no look either, but on
+    the diagonal.
     """
     B, S = documents.shape
-    if not documents.is_cuda:
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        return same.tril()
     blocks = -(-S // BLOCK)
     padded = F.pad(documents, (0, blocks * BLOCK - S), value=2**62).view(B, blocks, BLOCK)
     first, last = padded[..., 0], padded[..., -1]  # (B, blocks)
     place = torch.arange(blocks, device=documents.device)
-    before = (place[:, None] > place)[None]
+    before = (place[:, None] > place)[None]  # (1, blocks of queries, blocks of keys)
     matters = (before | (place[:, None] == place)) & (last[:, None, :] >= first[:, :, None])
-    whole = before & (first[:, None, :] == last[:, :, None])  # every pair is of one document
-    partly = matters & ~whole
+    whole = before & (first[:, None, :] == last[:, :, None])
 
     def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
         """How many blocks of keys each block of queries has (B, 1, blocks), and which, those first."""
@@ -113,7 +119,7 @@ def document_mask(documents: Tensor) -> Tensor | BlockMask:
         return (q >= k) & (documents[b, q] == documents[b, k])
 
     return BlockMask.from_kv_blocks(
-        *listed(partly), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(S, S)
+        *listed(matters & ~whole), *listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(S, S)
     )
 
 

@@ -32,6 +32,7 @@ def free_port() -> int:
 
 def _serve(rank: int, connection, log: str) -> None:
     """A worker's life: run what is sent until None is sent."""
+    mp.current_process()._config["daemon"] = False  # it ends with the session, but may start loader workers itself
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

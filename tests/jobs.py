@@ -41,6 +41,26 @@ def mask_some(window: int, labels: torch.Tensor) -> torch.Tensor:
     return labels
 
 
+def received(arguments: list[str]) -> list[str]:
+    """The real program in this process: a digest of each row of ids that reached this rank's loop, in order."""
+    rows: list[str] = []
+    real = fabric_train.load
+
+    def load(*args):
+        for micro_batch in real(*args):
+            rows.extend(hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in micro_batch[0])
+            yield micro_batch
+
+    fabric_train.load = load
+    try:
+        fabric_train.main(arguments)
+    finally:
+        fabric_train.load = real
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return rows
+
+
 def training(arguments: list[str], ragged: bool = False) -> dict:
     """The real program in this process. Returns metrics.csv's rows, and the ids of every sample this rank was given."""
     given: list[tuple[int, str]] = []
@@ -314,6 +334,25 @@ def memory_of_import_and_export(folder: str, work: str) -> dict:
         start = peak_mib()
         to_hf(final, Path(work) / "exported", max_shard_bytes=50 * 10**6)
         answer["export"] = peak_mib() - start
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def within_documents(
+    mesh_shape: tuple[int, int], recompute: str, tokens: torch.Tensor, documents: torch.Tensor
+) -> dict:
+    """A sharded model whose attention stays inside documents: rank 0's logits, and gradients of the summed loss."""
+    dist.init_process_group("gloo")
+    model, mesh = sharded_model(mesh_shape, tied=False, recompute=recompute, compile=False)
+    axis = mesh["data_parallel"]
+    share = len(tokens) // axis.size()
+    mine = slice(axis.get_local_rank() * share, (axis.get_local_rank() + 1) * share)
+    logits = model(tokens[mine, :-1], documents=documents[mine])
+    with loss_parallel():
+        fabric_train.token_losses(logits, tokens[mine, 1:]).sum().backward()
+    gradients = {name: plain(p.grad).numpy() for name, p in model.named_parameters()}
+    answer = {"logits": plain(logits.detach()).numpy(), "gradients": gradients}
     dist.barrier()
     dist.destroy_process_group()
     return answer

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import random
+from pathlib import Path
 
 import jobs
 import pytest
@@ -91,11 +93,35 @@ def test_very_long_runs(model_file):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_begin_token_is_the_files(json_file):
-    tokenizer = load_tokenizer(json_file.parent)
-    assert tokenizer._tokenizer.id_to_token(tokenizer.begin_id) == "<|begin_of_text|>"
-    assert tokenizer._tokenizer.id_to_token(tokenizer.end_id) == "<|eot_id|>"  # tokenizer_config.json says so
-    assert tokenizer._tokenizer.encode("x", add_special_tokens=True).ids[0] == tokenizer.begin_id
+def llama_models_tokenizer():
+    """Meta's own package, its tokenizer and the file that it ships."""
+    from llama_models.llama3 import tokenizer
+
+    return tokenizer.Tokenizer.get_instance(), Path(tokenizer.__file__).parent / "tokenizer.model"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_runs_are_cut_as_meta_cuts_them(seed):
+    """Texts of runs around the limits, at random places."""
+    theirs, file = llama_models_tokenizer()
+    ours = load_tokenizer(file)
+    rng = random.Random(seed)
+    lengths = [1, 2, 30, 24_999, 25_000, 25_001, 26_000, 50_000, 50_001, 75_003]
+    text = "".join(rng.choice(["\n", " ", "a", "ab é", "7"]) * rng.choice(lengths) for _ in range(12))
+    assert ours.encode(text) == theirs.encode(text, bos=False, eos=False)
+
+
+def test_ids_of_the_standard_library_are_metas():
+    """Every document, and text that spells special tokens."""
+    from data.prepare import standard_library_documents
+
+    theirs, file = llama_models_tokenizer()
+    ours = load_tokenizer(file)
+    assert (ours.vocab_size, ours.begin_id, ours.end_id) == (128256, 128000, 128001)
+    documents = [*standard_library_documents(), *TEXTS, "<|begin_of_text|><|eot_id|>"]
+    assert len(documents) > 500
+    for text in documents:
+        assert ours.encode(text) == theirs.encode(text, bos=False, eos=False)
 
 
 def test_settings_for_batches_are_not_followed(json_file, tmp_path):
