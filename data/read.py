@@ -69,6 +69,8 @@ class BadInputError(ValueError):
 def find_files(sources: Iterable[str]) -> tuple[list[Path], list[Path]]:
     """The files of several sources, folders searched through, in a fixed order; and those of kinds that are not read.
 
+    What is hidden in a folder (its name begins with a dot) is passed over.
+
     Raises:
         FileNotFoundError: a source does not exist.
     """
@@ -76,9 +78,10 @@ def find_files(sources: Iterable[str]) -> tuple[list[Path], list[Path]]:
     for source in map(Path, sources):
         if source.is_dir():
             for path in sorted(p for p in source.rglob("*") if p.is_file()):
-                hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
+                if any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(source).parts):
+                    continue
                 known = path.name.lower().endswith((*LINES, *TEXT, ".parquet"))
-                (files if known and not hidden else others).append(path)
+                (files if known else others).append(path)
         elif source.is_file():
             files.append(source)
         else:
