@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("inspect", help="what a token folder holds")
     command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("--documents", type=int, default=3, metavar="N", help="first documents to show (default 3)")
+    command.add_argument("--verify", action="store_true", help="compare every file with its checksum")
     command = commands.add_parser("adopt", help="make a token folder of .bin files of ids, as nanoGPT's scripts write")
     command.add_argument("--train", nargs="+", required=True, type=Path, metavar="FILE")
     command.add_argument("--validation", nargs="+", required=True, type=Path, metavar="FILE")
@@ -143,7 +144,7 @@ def _counts(index: dict) -> str:
 
 def inspect(call: argparse.Namespace) -> None:
     """Counts, fingerprint, the first documents decoded."""
-    index = read_index(call.folder)
+    index = read_index(call.folder, compare_all=call.verify)
     print(f"{call.folder}: fingerprint {fingerprint(index)}, {index['dtype']}, vocabulary {index['vocab_size']:,}")
     print(f"tokenizer {index['tokenizer']}, documents begin with {index['begin_id']} and end with {index['end_id']}")
     for part in _counts(index).split("; "):

@@ -180,8 +180,11 @@ class RandomTokens:
         return tokens[:-1], tokens[1:]
 
 
-def read_index(folder: Path) -> dict:
+def read_index(folder: Path, compare_all: bool = False) -> dict:
     """The folder's index, its shards' sizes compared with it, and their checksums too where that takes no time.
+
+    Args:
+        compare_all: compare the checksums of a large folder too, which reads all of it.
 
     Raises:
         FileNotFoundError, ValueError: as ``TokenDataset``.
@@ -206,7 +209,9 @@ def read_index(folder: Path) -> dict:
         for shard in shards:
             if Path(shard["file"]).name != shard["file"]:
                 raise ValueError(f"{path} names {shard['file']}, which is not a file of the folder itself")
-            _check_shard(folder / shard["file"], shard["tokens"] * width, shard["sha256"], total <= _HASH_UP_TO)
+            _check_shard(
+                folder / shard["file"], shard["tokens"] * width, shard["sha256"], compare_all or total <= _HASH_UP_TO
+            )
         splits = [index["splits"][name] for name in ("train", "validation")]
         sizes = [split["text_bytes"] for split in splits]  # None where adopted ids came without their tokenizer
         if index["vocab_size"] < 1 or not all(split["shards"] for split in splits) or 0 in sizes:
@@ -232,10 +237,13 @@ def _check_shard(path: Path, size: int, sha256: str, compare_hash: bool) -> None
 
 
 def _check_hash(path: Path, sha256: str) -> None:
-    """Of a file small enough to be read whole: at most _HASH_UP_TO bytes."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; index.json names it")
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest_of = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest_of.update(block)
+    found = digest_of.hexdigest()
     if found != sha256:
         raise ValueError(f"{path} is damaged: its sha256 is {found[:12]}..., index.json says {sha256[:12]}...")
 

@@ -257,7 +257,7 @@ def test_shards_are_cut_at_a_fixed_number_of_ids(tmp_path, monkeypatch):
     assert all((one[i][0] == many[i][0]).all() for i in range(len(one)))
 
 
-def test_inspect(tmp_path, capsys):
+def test_inspect(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.jsonl").write_text(LINES)
     assert prepare(tmp_path / "out", tmp_path / "a.jsonl") == 0
     capsys.readouterr()
@@ -267,6 +267,14 @@ def test_inspect(tmp_path, capsys):
     assert fingerprint(index) in said and f"train {index['splits']['train']['documents']} documents" in said
     first = next(text for text in DOCUMENTS if text in texts(tmp_path / "out"))
     assert "[document 1," in said and first.splitlines()[0] in said
+    monkeypatch.setattr(data.tokens, "_HASH_UP_TO", 10)  # as if it were large
+    assert main(["inspect", str(tmp_path / "out"), "--verify"]) == 0
+    content = bytearray((tmp_path / "out" / "train-00000.bin").read_bytes())
+    content[100] ^= 1
+    (tmp_path / "out" / "train-00000.bin").write_bytes(content)
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert main(["inspect", str(tmp_path / "out"), "--verify"]) == 2
+    assert "train-00000.bin is damaged: its sha256" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "none")]) == 2
     assert "there is no token folder" in capsys.readouterr().err
 

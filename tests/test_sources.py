@@ -155,6 +155,23 @@ def test_reweighted_on_resume(group, two, tmp_path):
     assert manifest["tokens"] == 80 * 32 + 4 * 16
 
 
+def test_extended_on_resume(group, two, tmp_path):
+    """A third source joins a run at a sample; the others go on where they were."""
+    first = group.run(1, jobs.received, call(tmp_path / "run", two, steps=10))[0]
+    c = random_folder(tmp_path / "c", 20, 3)
+    longer = two.replace("=0.6", "=0.3").replace("=0.4", "=0.2") + f",{c}=0.5"
+    code, said = group.run(1, jobs.refused, call(tmp_path / "run", longer, steps=20))[0]
+    assert code == 2 and "fingerprint is" in said and "--data.change_from 40" in said
+    rest = group.run(1, jobs.received, call(tmp_path / "run", longer, steps=20, **{"data.change_from": 40}))[0]
+    known = digests_of(longer)
+    found = {name: [digest for digest in first + rest if digest in digests] for name, digests in known.items()}
+    assert {name: digests[: len(found[name])] for name, digests in known.items()} == found
+    assert abs(len(found["c"]) - 20) <= 1 and abs(len(found["a"]) - 24 - 12) <= 1
+    columns = rows_of(tmp_path / "run")[-1]
+    assert columns["loss_c"] and columns["tokens_c"] and columns["loss_a"]
+    assert rows_of(tmp_path / "run")[0]["loss_c"] == ""
+
+
 def test_loss_by_source(group, two, tmp_path):
     """Each source's loss is that of its own windows, its tokens are counted, at a learning rate of 0."""
     options = {"steps": 5, "optimizer.lr": 0, "log.every": 5, "parallel.tensor": 2}
