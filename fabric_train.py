@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -44,7 +45,7 @@ from data import (
     prepare_default,
 )
 from llama import PRESETS, Llama, LlamaConfig, Weights, init_weights, load_weights, open_weights
-from llama.generate import sample_ids
+from llama.generate import HostCopy, sample_ids
 from parallel import Layout, check_precision, choose_layout, parallelize, plain, write_shard
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class OptimizerOptions:
     """added to the root of the second moment"""
     clip_norm: float = 1.0
     """largest global gradient norm; 0: no clipping"""
+    max_skipped: int = 20
+    """steps in a row whose gradient is not finite, each of which changes nothing, before the run ends; 0: no limit"""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ class CheckpointOptions:
     """how many of the newest to keep; -1: all"""
     keep_every: int = 0
     """multiples of this step are kept for good; 0: none"""
+    on_error: Literal["stop", "warn"] = "stop"
+    """at a save that fails, such as on a full disk: stop, or say so and train on"""
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,9 @@ class Options:
     out: str = "runs/tiny"
     """run folder"""
     resume: str = "auto"
-    """auto: newest checkpoint of --out, else a fresh start; never: error if the folder is in use; or a checkpoint"""
+    """auto: newest good checkpoint of --out, else a fresh start; never: error if --out is in use; or a checkpoint"""
+    max_minutes: float | None = None
+    """stop, saved, before this much wall-clock time has gone (default: no limit)"""
     data: DataOptions = field(default_factory=DataOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
@@ -192,22 +199,17 @@ def train(
     held_out: HeldOut | None,
     layout: Layout,
     options: Options,
-    progress: dict[str, int],
-    described: dict[str, Any],
-    assets: dict[str, bytes],
+    state: "RunState",
+    stopping: "Stopping",
 ) -> None:
-    """The loop. Every rank runs it; `progress` holds step, samples and tokens done so far and is moved on.
+    """The loop. Every rank runs it; `state.progress` is moved on.
 
-    `training` is indexed by global sample and gives (inputs, labels, source), the first two (S,) int64; `described`
-    goes into every checkpoint's manifest, `assets` (file name -> content) beside it.
+    `training` is indexed by global sample and gives (inputs, labels, source), the first two (S,) int64.
     """
-    data_axis = fabric.strategy.device_mesh["data_parallel"]
-    order = RankBatches(
-        progress["samples"], options.data.global_batch_size, layout.micro_batch, data_axis.get_local_rank(), layout.data
-    )
-    micro_batches = load(fabric, training, order, options)
+    data_axis, progress = fabric.strategy.device_mesh["data_parallel"], state.progress
+    micro_batches = load(fabric, training, progress["samples"], layout, options)
     by_source = torch.zeros(len(training.names), 2, dtype=torch.float64, device=fabric.device)  # nats, tokens
-    clock = Clock(progress["step"])
+    clock, skipped = Clock(progress["step"]), Skipped(options.optimizer.max_skipped)
 
     for step in range(progress["step"] + 1, options.steps + 1):
         with clock.waiting():
@@ -215,7 +217,9 @@ def train(
 
         # The loss is the mean over the valid tokens of the whole step: a sum over micro-batches and the data axis.
         valid_tokens = sum((labels != IGNORED).sum() for _, labels, _ in batch)
-        valid_tokens = fabric.all_reduce(valid_tokens, group=data_axis.get_group(), reduce_op="sum").clamp(min=1)
+        counts = torch.stack((valid_tokens, torch.tensor(int(stopping.asked(clock)), device=fabric.device)))
+        counts = fabric.all_reduce(counts, reduce_op="sum")  # over all ranks: a tensor-parallel group counts t times
+        valid_tokens, asked = (counts[0] // layout.tensor).clamp(min=1), HostCopy(counts[1])
         step_loss = torch.zeros((), device=fabric.device)
         for i, (inputs, labels, sources) in enumerate(batch):
             last = i == len(batch) - 1
@@ -228,49 +232,154 @@ def train(
             by_source.index_add_(0, sources, torch.stack((nats, (labels != IGNORED).sum(1)), 1).double())
             step_loss += nats.sum() / valid_tokens
 
-        lr = learning_rate(step, options.optimizer, options.steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rate(optimizer, learning_rate(step, options.optimizer, options.steps))
         max_norm = options.optimizer.clip_norm or math.inf
-        grad_norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
+        grad_norm = plain(fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False))
+        # 1 on the device where the norm is not finite: then the step changes neither weights nor moments
+        optimizer.optimizer.found_inf = skipped.note(step, progress["samples"], grad_norm)
         optimizer.step()
         optimizer.zero_grad()
+        state.advance(options)
 
-        progress["step"] = step
-        progress["samples"] += options.data.global_batch_size
-        progress["tokens"] += options.data.global_batch_size * options.data.sequence_length
-
+        ending = step == options.steps or asked.wait() > 0  # all ranks see the same; the reduction is long done
         validating = options.validate.every > 0 and held_out and due(step, options.validate.every, options.steps)
-        if step == 1 or validating or due(step, options.log.every, options.steps):
+        if step == 1 or validating or ending or due(step, options.log.every, options.steps):
             totals = torch.cat((step_loss.double()[None], by_source.flatten()))
-            step_loss, *totals = fabric.all_reduce(
-                totals, group=data_axis.get_group(), reduce_op="sum"
-            ).tolist()  # sync
-            metrics = {"loss": step_loss, "grad_norm": plain(grad_norm).item(), "lr": lr}
+            totals = fabric.all_reduce(totals, group=data_axis.get_group(), reduce_op="sum")
+            step_loss, *totals = totals.tolist()  # host sync
+            metrics = {"loss": step_loss, "grad_norm": grad_norm.item(), "lr": lr}
             metrics |= loss_by_source(training.names, totals) | speed(fabric, model.config, options, clock, step)
             by_source.zero_()
             if validating:
                 metrics |= validate(fabric, model, held_out, training, layout, options.validate.sequences)
             report(fabric, options, {**progress, **metrics})
+            skipped.report(fabric, options)
             clock.restart(step)  # what follows the line does not count as training time
 
-        if due(step, options.checkpoints.every, options.steps):
-            save_checkpoint(fabric, model, optimizer, options, progress, described, assets)
+        if ending or due(step, options.checkpoints.every, options.steps):
+            save_checkpoint(fabric, model, optimizer, options, state, stopping)
             clock.restart(step)
-
         if held_out and options.log.samples_every >= 0 and due(step, options.log.samples_every, options.steps):
             write_sample(fabric, model, held_out, layout, options, step)
             clock.restart(step)
+        if ending:
+            return
+
+
+@dataclass
+class RunState:
+    """What a checkpoint says beside weights and moments, and the files that travel with it"""
+
+    progress: dict[str, int]  # step, samples and tokens done
+    described: dict[str, Any]  # for its manifest: model, data, mesh, options
+    assets: dict[str, bytes]  # file name -> content; on rank 0
+
+    def advance(self, options: Options) -> None:
+        """Count one step."""
+        self.progress["step"] += 1
+        self.progress["samples"] += options.data.global_batch_size
+        self.progress["tokens"] += options.data.global_batch_size * options.data.sequence_length
+
+
+class Stopping:
+    """Whether the run is to end before its last step: a signal to any of its processes, or the time that it was given.
+
+    The first SIGTERM, SIGINT or SIGUSR1 only sets a flag, which the ranks share at their next step; a second one
+    leaves at once.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self, max_minutes: float | None) -> None:
+        self.began = time.monotonic() - process_age()
+        self.limit = math.inf if max_minutes is None else 60 * max_minutes
+        self.save_seconds = 0.0  # the longest save so far
+        self.reason: str | None = None
+        self.earlier = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.reason is not None:
+            os._exit(128 + number)
+        self.reason = signal.Signals(number).name
+        if int(os.environ.get("RANK", 0)) == 0:
+            os.write(2, f"{self.reason}: saving after this step and leaving; again to leave at once\n".encode())
+
+    def asked(self, clock: "Clock") -> bool:
+        """Whether this process is to stop: so early that two more steps, a save and the end of the program fit."""
+        left = self.limit - (time.monotonic() - self.began)
+        if self.reason is None and left < self.save_seconds + 2 * clock.longest_step + 5:
+            self.reason = "--max_minutes"
+        return self.reason is not None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What runs inside is a save, whose time counts."""
+        before = time.monotonic()
+        yield
+        self.save_seconds = max(self.save_seconds, time.monotonic() - before)
+
+    def restore(self) -> None:
+        """Let the signals do what they did before."""
+        for number, handler in self.earlier.items():
+            signal.signal(number, handler)
+
+
+def process_age() -> float:
+    """Seconds since this process was started, its imports included; 0 where that cannot be told."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
+
+
+class Skipped:
+    """Steps whose gradient is not finite: found on the device, without a wait for it, and told at the next line."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.noted: list[tuple[int, int, Tensor]] = []  # step, its first sample, 1 where it was skipped
+        self.in_a_row = 0
+
+    def note(self, step: int, sample: int, grad_norm: Tensor) -> Tensor:
+        """1 on the device if the gradient's norm, equal on all ranks, is not finite, else 0."""
+        bad = (~grad_norm.isfinite()).float()
+        self.noted.append((step, sample, bad))
+        return bad
+
+    def report(self, fabric: "Fabric", options: Options) -> None:
+        """Say which steps were skipped since the last time; called after a host sync.
+
+        Raises:
+            FloatingPointError: on all ranks, after too many in a row.
+        """
+        flags = torch.stack([bad for *_, bad in self.noted]).tolist()
+        for (step, sample, _), bad in zip(self.noted, flags, strict=True):
+            self.in_a_row = self.in_a_row + 1 if bad else 0
+            if bad:
+                last = sample + options.data.global_batch_size - 1
+                fabric.print(f"step {step}: the gradient is not finite; skipped, samples {sample} to {last}")
+            if self.limit and self.in_a_row >= self.limit:
+                raise FloatingPointError(
+                    f"the gradient was not finite in {self.in_a_row} steps in a row, up to step {step} "
+                    "(--optimizer.max_skipped); the newest checkpoint is from before: lower --optimizer.lr, or look at "
+                    "the samples above"
+                )
+        self.noted.clear()
 
 
 class Clock:
     """Training time since a step, and how much of it the host waited for data; in seconds."""
 
     def __init__(self, step: int) -> None:
+        self.longest_step = 0.0
+        self.step, self.started = step, time.perf_counter()
         self.restart(step)
 
     def restart(self, step: int) -> None:
         """Count from now, after this step."""
+        if step > self.step:
+            self.longest_step = max(self.longest_step, (time.perf_counter() - self.started) / (step - self.step))
         self.step, self.started, self.waited = step, time.perf_counter(), 0.0
 
     @contextmanager
@@ -281,11 +390,26 @@ class Clock:
         self.waited += time.perf_counter() - before
 
 
-def load(fabric: "Fabric", training: Shuffled, order: RankBatches, options: Options) -> Iterator[list[Tensor]]:
-    """Micro-batches on this rank's device, without an end; copied from pinned memory while the device computes."""
-    on_gpu = fabric.device.type == "cuda"
-    loader = DataLoader(training, batch_sampler=order, num_workers=options.data.workers, pin_memory=on_gpu)
+def load(
+    fabric: "Fabric", training: Shuffled, samples: int, layout: Layout, options: Options
+) -> Iterator[list[Tensor]]:
+    """Micro-batches from a global sample on, without an end, on this rank's device; copied from pinned memory while
+    the device computes."""
+    rank = fabric.strategy.device_mesh["data_parallel"].get_local_rank()
+    loader = DataLoader(
+        training,
+        batch_sampler=RankBatches(samples, options.data.global_batch_size, layout.micro_batch, rank, layout.data),
+        num_workers=options.data.workers,
+        pin_memory=fabric.device.type == "cuda",
+        worker_init_fn=leave_signals,
+    )
     return iter(fabric.setup_dataloaders(loader, use_distributed_sampler=False))
+
+
+def leave_signals(worker: int) -> None:
+    """In a loader's worker: signals are the trainer's business; a worker ends when its trainer does."""
+    for number in Stopping.SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def loss_by_source(names: list[str], totals: list[float]) -> dict[str, float]:
@@ -313,6 +437,13 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="none")
     return losses.view(labels.shape)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """Give every parameter group this rate, and return it."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
 
 
 def learning_rate(step: int, options: OptimizerOptions, steps: int) -> float:
@@ -464,13 +595,23 @@ def save_checkpoint(
     model: Llama,
     optimizer: torch.optim.Optimizer,
     options: Options,
-    progress: dict[str, int],
-    described: dict[str, Any],
-    assets: dict[str, bytes],
+    state: RunState,
+    stopping: Stopping,
 ) -> None:
-    """Publish a checkpoint of this step, then retire old ones."""
+    """Publish a checkpoint of this step, then retire old ones.
+
+    Raises:
+        OSError: it could not be written, on all ranks, unless that is only to be said (--checkpoints.on_error).
+    """
     folder = Path(options.out) / "checkpoints"
-    checkpoints.save(fabric, folder, model, optimizer, progress, described, assets)
+    try:
+        with stopping.saving():
+            checkpoints.save(fabric, folder, model, optimizer, state.progress, state.described, state.assets)
+    except OSError as error:
+        if options.checkpoints.on_error == "stop":
+            raise
+        fabric.print(f"warning: {error}; training goes on (--checkpoints.on_error warn)", flush=True)
+        return
     if fabric.is_global_zero:
         checkpoints.retire(folder, options.checkpoints.keep_last, options.checkpoints.keep_every)
 
@@ -555,6 +696,8 @@ def check_options(options: Options) -> None:
         "data.change_from": (0 if options.data.change_from is None else options.data.change_from, 0),
         "optimizer.warmup_steps": (options.optimizer.warmup_steps or 0, 0),
         "optimizer.clip_norm": (options.optimizer.clip_norm, 0),
+        "optimizer.max_skipped": (options.optimizer.max_skipped, 0),
+        "max_minutes": (1.0 if options.max_minutes is None else options.max_minutes, 0),
         "optimizer.lr": (options.optimizer.lr, 0),
         "optimizer.min_lr": (options.optimizer.min_lr, 0),
         "optimizer.weight_decay": (options.optimizer.weight_decay, 0),
@@ -581,6 +724,9 @@ def check_options(options: Options) -> None:
         raise ValueError(f"--parallel.timeout_seconds is {options.parallel.timeout_seconds}; it takes at most 10^7")
     if not options.out:
         raise ValueError("--out is empty; it takes the name of a folder")
+    for option, place in (("out", options.out), ("resume", options.resume), ("init_from", options.init_from or "")):
+        if "://" in place:
+            raise ValueError(f"--{option} {place}: remote folders are not supported; mount it, and give its local path")
     if options.checkpoints.keep_last == 0:
         raise ValueError("--checkpoints.keep_last is 0, which would delete every checkpoint; it takes 1 or more, or -1")
     decay = options.steps if options.optimizer.decay_steps is None else options.optimizer.decay_steps
@@ -802,10 +948,16 @@ def find_checkpoint(fabric: "Fabric", options: Options) -> Path | None:
                     "choose another folder with --out, or go on from its newest checkpoint with --resume auto"
                 )
             if options.resume == "auto":
-                path = checkpoints.latest(out / "checkpoints")
+                path, wrong = checkpoints.newest_good(out / "checkpoints")
+                if wrong and path is None:
+                    raise ValueError(
+                        f"none of the {len(wrong)} checkpoints in {out}/checkpoints is good: {wrong[0]}; repair it, or "
+                        "start anew in another folder with --out"
+                    )
+                for reason in wrong:
+                    print(f"WARNING: a newer checkpoint is passed over: {reason}", file=sys.stderr, flush=True)
             elif options.resume != "never":
                 path = Path(options.resume)
-            if path is not None:
                 step = checkpoints.verify(path)["step"]
                 if saved and saved[-1][0] > step:
                     raise ValueError(
@@ -959,6 +1111,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         refuse(error)
 
+    stopping = Stopping(options.max_minutes)
     from lightning.fabric import Fabric  # after the checks: its import takes seconds, which --help need not wait for
     from lightning.fabric.strategies import ModelParallelStrategy
 
@@ -1001,6 +1154,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "checkpoint; leave it out"
             )
         done = check_resume(checkpoint, described, corpus.weights, options) if checkpoint else 0
+        lock = take_lock(fabric, options.out) if done < options.steps else None
     except (ValueError, OSError) as error:
         refuse(error)
     masking = options.data.mask_documents
@@ -1025,9 +1179,12 @@ def main(arguments: list[str] | None = None) -> None:
             (out / "config.yaml").write_text(resolved)
             begin_metrics(out / "metrics.csv", done, training.names)
             checkpoints.sweep(out / "checkpoints")
+            if checkpoint and options.resume == "auto":
+                checkpoints.set_aside(out / "checkpoints", checkpoint)
         with fabric.init_module(empty_init=True):
             model = Llama(config)
         model = fabric.setup(model)
+        limit_waiting(fabric, options.parallel.timeout_seconds)
         optimizer = fabric.setup_optimizers(make_optimizer(model, options.optimizer))
         progress = {"step": 0, "samples": 0, "tokens": 0}
         imported: dict[str, Path] = {}
@@ -1043,12 +1200,57 @@ def main(arguments: list[str] | None = None) -> None:
         if source and held_out and not checkpoint:  # a wrong import is seen here, before any training
             metrics = validate(fabric, model, held_out, training, layout, options.validate.sequences)
             report(fabric, options, {**progress, **metrics})
-        train(fabric, model, optimizer, training, held_out, layout, options, progress, described, assets)
+        state = RunState(progress, described, assets)
+        try:
+            train(fabric, model, optimizer, training, held_out, layout, options, state, stopping)
+        except (FloatingPointError, OSError) as error:  # every rank has it
+            refuse(error, code=1)
+        finally:
+            if lock is not None:
+                lock.release()
         if fabric.is_global_zero:
             plot_loss(out / "metrics.csv", out / "loss.png")
-            print(f"Done. See {out}/loss.png, samples.md, metrics.csv, checkpoints/.", flush=True)
+            finished = progress["step"] == options.steps
+            status = {"step": progress["step"], "steps": options.steps, "finished": finished}
+            (out / "status.json").write_text(json.dumps(status) + "\n")
+            if finished:
+                print(f"Done. See {out}/loss.png, samples.md, metrics.csv, checkpoints/.", flush=True)
+            else:
+                print(
+                    f"Stopped ({stopping.reason or 'another rank was asked to'}) after step {progress['step']} of "
+                    f"{options.steps}, saved. The same command goes on.",
+                    flush=True,
+                )
     fabric.barrier()
     dist.destroy_process_group()  # leaving without it can abort at exit
+    stopping.restore()
+
+
+def take_lock(fabric: "Fabric", out: str) -> checkpoints.RunLock | None:
+    """The run folder for this run alone; rank 0 holds it for all.
+
+    Raises:
+        ValueError, OSError: on all ranks, if another run has it.
+    """
+    lock, problem = None, None
+    if fabric.is_global_zero:
+        try:
+            lock = checkpoints.RunLock(Path(out))
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problem = fabric.broadcast(problem)
+    if problem:
+        raise ValueError(problem)
+    return lock
+
+
+def limit_waiting(fabric: "Fabric", seconds: int) -> None:
+    """Let every group of the mesh give up on a silent rank after this time, as the strategy's own time-out does for
+    the group of all ranks alone: the mesh's groups keep PyTorch's 30 minutes otherwise."""
+    mesh = fabric.strategy.device_mesh
+    for group in (*mesh.get_all_groups(), mesh._flatten().get_group()):
+        # the one way to change a group's time-out once it is made (torch 2.11 to 2.13; a test stops a rank)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def parse(arguments: list[str]) -> tuple[Options, str]:
@@ -1152,14 +1354,14 @@ def announce(
     )
 
 
-def refuse(error: Exception) -> None:
-    """End with one paragraph and exit code 2. Rank 0 speaks; others wait for the launcher to end them."""
+def refuse(error: Exception, code: int = 2) -> None:
+    """End with one paragraph and an exit code. Rank 0 speaks; others wait for the launcher to end them."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if int(os.environ.get("RANK", 0)):
         time.sleep(10)  # rank 0 ends first and its launcher then ends this one; if not, this rank speaks for itself
     print(f"error: {error}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -55,23 +57,88 @@ def save(
 
     Returns:
         The published folder.
+
+    Raises:
+        TypeError: ``progress`` holds something that ``torch.load(weights_only=True)`` would refuse; nothing is written.
+        OSError: it could not be written, on any rank; every rank raises, and the folder is as it was before.
+        FloatingPointError: a parameter is not finite; every rank raises, nothing is written.
     """
+    _check_plain(progress, "progress")
+    _check_finite(fabric, model)
     folder = Path(folder)
     final = folder / f"step-{progress['step']:08d}"
     partial = folder / f".{final.name}.partial"
     if fabric.is_global_zero:
         folder.mkdir(parents=True, exist_ok=True)
     state = {"model": model, "optimizer": optimizer, "progress": {**progress, "rng": _all_rng_states()}}
+    fresh = not optimizer.state
     fabric.barrier()
-    fabric.save(partial, state)  # ends with a barrier: every shard is written
-    if fabric.is_global_zero:
-        (partial / _ASSETS).mkdir()
-        for name, content in (files or {}).items():
-            (partial / _ASSETS / name).write_bytes(content)
-        head = {key: progress[key] for key in ("step", "samples", "tokens")}
-        publish(partial, final, {**head, **described})
-    fabric.barrier()
+    problem = None
+    try:
+        fabric.save(partial, state)  # ends with a barrier: every shard is written
+    except CheckpointException as error:  # of the shards: every rank has it
+        problem = "; ".join(f"rank {rank}: {reason[0]}" for rank, reason in error.failures.items())
+    except Exception as error:  # of meta.pt: rank 0 alone, while the others wait at the barrier
+        problem = f"rank {fabric.global_rank}: {error}"
+        fabric.barrier()
+    if fresh:
+        optimizer.state.clear()  # saving a fresh optimizer makes state for it, with a step counter of 1
+    if fabric.is_global_zero and problem is None:
+        try:
+            (partial / _ASSETS).mkdir()
+            for name, content in (files or {}).items():
+                (partial / _ASSETS / name).write_bytes(content)
+            head = {key: progress[key] for key in ("step", "samples", "tokens")}
+            publish(partial, final, {**head, **described})
+        except OSError as error:
+            problem = f"rank 0: {error}"
+    problems: list[str | None] = [None] * fabric.world_size
+    dist.all_gather_object(problems, problem)
+    problem = next((p for p in problems if p is not None), None)
+    if problem is not None:
+        if fabric.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)
+        fabric.barrier()
+        raise OSError(f"the checkpoint of step {progress['step']} could not be written to {folder}: {problem}")
     return final
+
+
+def _check_plain(value: Any, place: str) -> None:
+    """Refuse what a checkpoint could hold but not give back.
+
+    Raises:
+        TypeError: naming the place in the state and the type.
+    """
+    if isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str, type(None)):
+        return
+    if type(value) is dict:
+        for key, inner in value.items():
+            _check_plain(key, f"{place}, a key")
+            _check_plain(inner, f"{place}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for i, inner in enumerate(value):
+            _check_plain(inner, f"{place}[{i}]")
+    else:
+        raise TypeError(f"{place} is a {type(value).__module__}.{type(value).__qualname__}; save plain values")
+
+
+@torch.no_grad()
+def _check_finite(fabric: Fabric, model: nn.Module) -> None:
+    """Refuse to keep weights that no training can go on from.
+
+    Raises:
+        FloatingPointError: on every rank, naming a parameter of the first rank that found one.
+    """
+    bad = next((name for name, p in model.named_parameters() if not _local(p).isfinite().all()), None)
+    found: list[str | None] = [None] * fabric.world_size
+    dist.all_gather_object(found, bad)
+    names = [name for name in found if name is not None]
+    if names:
+        raise FloatingPointError(f"parameter {names[0]} is not finite; no checkpoint is written of it")
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def publish(partial: Path, final: Path, described: dict[str, Any]) -> None:
@@ -80,6 +147,8 @@ def publish(partial: Path, final: Path, described: dict[str, Any]) -> None:
     for path in partial.rglob("*"):
         _sync(path)
     _sync(partial)
+    if final.exists():  # a damaged one of the same step that the run stepped over
+        _delete(final)
     partial.rename(final)
     _sync(final.parent)
 
@@ -92,7 +161,14 @@ def write_manifest(folder: Path, described: dict[str, Any]) -> None:
         if path.is_file()
     }
     manifest = {"format": FORMAT, "version": VERSION, **described, "files": files}
+    manifest["own_sha256"] = _own_sha256(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _own_sha256(manifest: dict[str, Any]) -> str:
+    """The checksum of a manifest's content, without the checksum."""
+    content = {key: value for key, value in manifest.items() if key != "own_sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -109,6 +185,8 @@ def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimize
     fabric.load(path, state, weights_only=True)
     for group, values in zip(optimizer.param_groups, configured, strict=True):
         group.update(values)
+    if state["progress"]["step"] == 0:
+        optimizer.state.clear()  # saved before any step: see `save`
     progress = state["progress"]
     states = progress.pop("rng")
     if len(states) == fabric.world_size:
@@ -136,6 +214,29 @@ def steps(folder: str | Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def newest_good(folder: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint of a folder that is whole, every file compared with its manifest, or None; and what is
+    wrong with each newer one."""
+    wrong = []
+    for _, path in reversed(steps(folder)):
+        try:
+            verify(path)
+            return path, wrong
+        except (ValueError, OSError) as error:
+            wrong.append(str(error))
+    return None, wrong
+
+
+def set_aside(folder: str | Path, good: Path) -> None:
+    """Take the name from checkpoints newer than a good one, so that nothing counts them; called by one process."""
+    for _, path in steps(folder):
+        if path.name > good.name:
+            aside = path.with_name(f"damaged-{path.name}")
+            if aside.exists():
+                shutil.rmtree(aside)
+            path.rename(aside)
+
+
 def latest(folder: str | Path) -> Path | None:
     """The newest complete checkpoint of a run's checkpoint folder, or None."""
     found = steps(folder)
@@ -156,7 +257,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         found = manifest["format"], manifest["version"]
         files = manifest["files"]
-        whole = all(type(manifest[key]) is int for key in ("step", "samples", "tokens"))
+        whole = manifest["own_sha256"] == _own_sha256(manifest)
+        whole = whole and all(type(manifest[key]) is int for key in ("step", "samples", "tokens"))
         whole = whole and {".metadata", "meta.pt"} <= files.keys() and any(n.endswith(".distcp") for n in files)
         whole = whole and all(isinstance(manifest[part], dict) for part in ("model", "data"))
         whole = whole and all(isinstance(manifest.get(part) or {}, dict) for part in ("mesh", "source"))
@@ -169,7 +271,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             f"{file} says format {found[0]!r}, version {found[1]}; this program reads {FORMAT!r}, {VERSION}"
         )
     if not whole:
-        raise ValueError(f"{file} is damaged: it does not describe a whole checkpoint")
+        raise ValueError(f"{file} is damaged: it does not describe a whole checkpoint, or has been changed")
     return manifest
 
 

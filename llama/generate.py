@@ -157,7 +157,7 @@ def generate(
     logits = decoder.read_prompts(rows.to(device), positions)
     for n in range(max_new_tokens):
         ids = choose(logits[:, :vocab_size], temperature, top_k, top_p, generator)
-        drawn = _HostCopy(ids)
+        drawn = HostCopy(ids)
         if n + 1 < max_new_tokens:  # a GPU begins its next step before the host looks at this one's ids
             logits = decoder.step(ids.clamp(min=0), positions)
             positions = positions + 1
@@ -170,7 +170,7 @@ def generate(
         yield [i if on else None for on, i in zip(running, step, strict=True)]
 
 
-class _HostCopy:
+class HostCopy:
     """A copy on the host that is waited for alone, not together with what the device was given to do after it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -180,7 +180,8 @@ class _HostCopy:
         if self.copied is not None:
             self.copied.record()
 
-    def wait(self) -> list:
+    def wait(self) -> list | int | float:
+        """The values, once they have arrived; a number for a tensor without axes."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host.tolist()

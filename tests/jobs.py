@@ -6,7 +6,13 @@ import ctypes
 import gc
 import hashlib
 import io
+import os
 import random
+import resource
+import signal
+import sys
+import traceback
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,5 +360,210 @@ def within_documents(
     gradients = {name: plain(p.grad).numpy() for name, p in model.named_parameters()}
     answer = {"logits": plain(logits.detach()).numpy(), "gradients": gradients}
     dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def fork_and_train(arguments: list[str], die_at: str | None = None) -> int:
+    """The real program in a forked child of this process; what became of it: its exit code, or minus a signal.
+
+    ``die_at`` names a point of a save, at the second save, at which the child is killed by SIGKILL.
+    """
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        return os.waitstatus_to_exitcode(status)
+    try:
+        if die_at is not None:
+            _die(die_at)
+        fabric_train.main(arguments)
+        os._exit(0)
+    except SystemExit as end:
+        os._exit(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(99)
+
+
+def _die(point: str) -> None:
+    """Arrange for this process to be killed at a point of its second save."""
+    from lightning.fabric import Fabric
+
+    saves = 0
+    real_save = checkpoints.save
+
+    def save(*args, **kwargs):
+        nonlocal saves
+        saves += 1
+        if saves == 2:
+            _arm(point)
+        return real_save(*args, **kwargs)
+
+    def kill(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def half(real):
+        """Write half of what was to be written, then die."""
+
+        def torch_save(content, file, *args, **kwargs):
+            held = io.BytesIO()
+            real(content, held, *args, **kwargs)
+            written = held.getvalue()[: held.tell() // 2]
+            if hasattr(file, "write"):
+                file.write(written)
+                file.flush()
+            else:
+                Path(file).write_bytes(written)
+            kill()
+
+        return torch_save
+
+    def _arm(point: str) -> None:
+        folders = checkpoints.folders
+        if point == "before the first byte":
+            Fabric.save = kill
+        elif point == "in a shard":
+            filesystem = sys.modules["torch.distributed.checkpoint.filesystem"]
+            filesystem.torch = types.SimpleNamespace(**{**vars(torch), "save": half(torch.save)})
+        elif point in ("before .metadata", "after .metadata"):
+            writer = dcp.FileSystemWriter
+            real_finish = writer.finish
+
+            def finish(self, *args, **kwargs):
+                if point == "after .metadata":
+                    real_finish(self, *args, **kwargs)
+                kill()
+
+            writer.finish = finish
+        elif point == "in meta.pt":
+            strategy = sys.modules["lightning.fabric.strategies.model_parallel"]
+            strategy.torch = types.SimpleNamespace(**{**vars(torch), "save": half(torch.save)})
+        elif point == "before the manifest":
+            folders.write_manifest = kill
+        elif point in ("before the rename", "after the rename"):
+            real_rename = Path.rename
+
+            def rename(self, target):
+                if not self.name.endswith(".partial"):  # torch.distributed.checkpoint renames too
+                    return real_rename(self, target)
+                if point == "after the rename":
+                    real_rename(self, target)
+                return kill()
+
+            Path.rename = rename
+        elif point == "in retention":
+            folders.shutil = types.SimpleNamespace(rmtree=kill)
+        else:
+            raise AssertionError(point)
+
+    checkpoints.save = save
+
+
+def digest_of(checkpoint: str) -> dict[str, str]:
+    """sha256 of every tensor in a checkpoint, weights and both moments, and its progress; read without a mesh."""
+    reader = dcp.FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    found = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in state.items()}
+    progress = torch.load(Path(checkpoint) / "meta.pt", weights_only=True)["progress"]
+    return found | {key: str(progress[key]) for key in ("step", "samples", "tokens")}
+
+
+def bad_gradients(arguments: list[str], rank: int, steps: list[int]) -> dict:
+    """A run in which one rank's loss is not a number at some steps; digests of weights and moments after each step."""
+    found, calls = [], 0
+    real_losses = fabric_train.token_losses
+
+    def losses(logits, labels):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        value = real_losses(logits, labels)
+        return value * torch.nan if calls in steps and int(os.environ["RANK"]) == rank else value
+
+    def step(self, *args, **kwargs):
+        result = real_step(self, *args, **kwargs)
+        inner = [t for group in self.param_groups for p in group["params"] for t in (p, *self.state[p].values())]
+        digest = hashlib.sha256()
+        for tensor in inner:
+            digest.update(getattr(tensor.detach(), "to_local", tensor.detach)().numpy().tobytes())
+        found.append(digest.hexdigest())
+        return result
+
+    real_step = torch.optim.AdamW.step
+    fabric_train.token_losses, torch.optim.AdamW.step = losses, step
+    heard = io.StringIO()
+    code = 0
+    real_sleep, fabric_train.time.sleep = fabric_train.time.sleep, lambda seconds: None
+    try:
+        with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+            fabric_train.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    finally:
+        fabric_train.token_losses, torch.optim.AdamW.step = real_losses, real_step
+        fabric_train.time.sleep = real_sleep
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return {"digests": found, "said": heard.getvalue(), "code": code}
+
+
+def saves_that_fail(folder: str) -> dict:
+    """Saves on 4 ranks that fail: at one rank's shard, at rank 0's meta.pt, for what is not plain or not finite."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def cut(model, mesh):
+        parallelize(model, mesh)
+        model.to_empty(device="cpu")
+        init_weights(model, 0, write_shard)
+        return model
+
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=ModelParallelStrategy(cut, 2, 2))
+    fabric.launch()
+    with fabric.init_module(empty_init=True):
+        model = Llama(small_config(tied=False))
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(fabric_train.make_optimizer(model, fabric_train.OptimizerOptions()))
+    progress = {"step": 0, "samples": 0, "tokens": 0}
+    described = {"model": {}, "data": {}}
+    answer: dict = {}
+
+    def attempt(name: str, progress: dict = progress) -> None:
+        try:
+            answer[name] = str(checkpoints.save(fabric, folder, model, optimizer, progress, described))
+        except (OSError, TypeError, FloatingPointError) as error:
+            answer[name] = f"{type(error).__name__}: {error}"
+        answer[f"files after {name}"] = sorted(path.name for path in Path(folder).glob("*"))
+        fabric.barrier()
+
+    attempt("step 0")
+    answer["moments after step 0"] = len(optimizer.state)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if fabric.global_rank == 2:  # its disk is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    attempt("full on rank 2", {**progress, "step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    strategy = sys.modules["lightning.fabric.strategies.model_parallel"]
+    if fabric.global_rank == 0:
+
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        strategy.torch = types.SimpleNamespace(**{**vars(torch), "save": full})
+    attempt("full for meta.pt", {**progress, "step": 1})
+    strategy.torch = torch
+    attempt("not plain", {**progress, "step": 1, "loss": np.float64(1.0)})
+    attempt("freed", {**progress, "step": 1})
+    weight = model.get_parameter("norm.weight")
+    with torch.no_grad():
+        if fabric.global_rank == 3:
+            weight.to_local()[0] = torch.inf
+    attempt("not finite", {**progress, "step": 2})
+    fabric.barrier()
     dist.destroy_process_group()
     return answer

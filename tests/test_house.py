@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "data/__main__.py": {"data", "tqdm"},
     "data/tokenizer.py": {"tokenizers", "tiktoken"},
     "checkpoints/folders.py": {"torch", "numpy", "lightning"},
+    "checkpoints/lock.py": set(),
     "checkpoints/convert.py": {"torch", "safetensors", "llama", "checkpoints"},
     "checkpoints/__main__.py": {"checkpoints"},
 }
