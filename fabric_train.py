@@ -141,6 +141,8 @@ class CheckpointOptions:
     """how many of the newest to keep; -1: all"""
     keep_every: int = 0
     """multiples of this step are kept for good; 0: none"""
+    distributed: bool = True
+    """shards of every rank; false: one file from rank 0, for plain torch.load; any mesh resumes from either"""
     on_error: Literal["stop", "warn"] = "stop"
     """at a save that fails, such as on a full disk: stop, or say so and train on"""
 
@@ -606,7 +608,10 @@ def save_checkpoint(
     folder = Path(options.out) / "checkpoints"
     try:
         with stopping.saving():
-            checkpoints.save(fabric, folder, model, optimizer, state.progress, state.described, state.assets)
+            distributed = options.checkpoints.distributed
+            checkpoints.save(
+                fabric, folder, model, optimizer, state.progress, state.described, state.assets, distributed
+            )
     except OSError as error:
         if options.checkpoints.on_error == "stop":
             raise
@@ -1130,6 +1135,7 @@ def main(arguments: list[str] | None = None) -> None:
         parallelize_fn=cut,
         data_parallel_size=layout.data,
         tensor_parallel_size=layout.tensor,
+        save_distributed_checkpoint=options.checkpoints.distributed,
         timeout=timedelta(seconds=options.parallel.timeout_seconds),
     )
     # Fabric takes both from the environment, where `fabric run` puts its options. For bf16-mixed it is told fp32: the

@@ -5,6 +5,7 @@
 
 from checkpoints.folders import (
     MANIFEST,
+    ONE_FILE,
     assets,
     latest,
     load,
@@ -23,6 +24,7 @@ from checkpoints.lock import RunLock
 
 __all__ = [
     "MANIFEST",
+    "ONE_FILE",
     "RunLock",
     "assets",
     "latest",

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from checkpoints.folders import assets, read_manifest, verify, write_manifest
+from checkpoints.folders import ONE_FILE, assets, read_manifest, verify, write_manifest
 from llama.config import LlamaConfig
 from llama.hf import (
     DTYPES,
@@ -57,15 +57,21 @@ class CheckpointWeights:
         self.manifest = verify(self.path) if check_files else read_manifest(self.path)
         try:
             self.config = LlamaConfig.from_dict(self.manifest["model"])
-            self._reader = _Reader(self.path)
-            stored = self._reader.read_metadata().state_dict_metadata
+            self._one_file = (self.path / ONE_FILE).is_file()
+            if self._one_file:
+                self._whole = torch.load(self.path / ONE_FILE, map_location="cpu", mmap=True, weights_only=True)[
+                    "model"
+                ]
+                self._stored = {key: _Stored(tuple(t.shape), t.dtype) for key, t in self._whole.items()}
+            else:
+                self._reader = _Reader(self.path)
+                self._stored = {
+                    key.removeprefix(_PREFIX): _Stored(tuple(entry.size), entry.properties.dtype)
+                    for key, entry in self._reader.read_metadata().state_dict_metadata.items()
+                    if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+                }
         except (TypeError, AttributeError, pickle.UnpicklingError, EOFError) as error:
             raise ValueError(f"{self.path} is damaged: {type(error).__name__} {error}") from None
-        self._stored = {
-            key.removeprefix(_PREFIX): _Stored(tuple(entry.size), entry.properties.dtype)
-            for key, entry in stored.items()
-            if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
-        }
         account(self.path, parameter_shapes(self.config), self._stored)
 
     @property
@@ -90,6 +96,8 @@ class CheckpointWeights:
 
     def read(self, name: str) -> Tensor:
         """One parameter, whole, as it is stored."""
+        if self._one_file:
+            return self._whole[name]
         stored = self._stored[name]
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         self._load({_PREFIX + name: tensor})
@@ -97,6 +105,10 @@ class CheckpointWeights:
 
     def read_into(self, model: Llama) -> None:
         """Every parameter of an unsharded model, in the model's own type and on its device."""
+        if self._one_file:
+            for name, parameter in model.named_parameters():
+                parameter.detach().copy_(self._whole[name])
+            return
         self._load({_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()})
 
     def _load(self, state: dict[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 RUN/checkpoints/step-00000200/    complete: a folder gets this name only after everything in it is on disk
     __0_0.distcp ... .metadata    model and optimizer shards, written by torch.distributed.checkpoint
     meta.pt                       progress: step, samples, tokens, RNG states
+    checkpoint.pt                 or instead of these three, all of it in one file from rank 0, for plain torch.load
     assets/                       config.json, tokenizer and the like, which travel with the weights to an export
     manifest.json                 what the checkpoint is of, and size and sha256 of every other file
 RUN/checkpoints/.step-00000200.partial/   a save that has not ended; it never counts
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 MANIFEST = "manifest.json"
+ONE_FILE = "checkpoint.pt"
 _ASSETS = "assets"
 FORMAT = "fabric-llama checkpoint"
 VERSION = 1
@@ -46,6 +48,7 @@ def save(
     progress: dict[str, Any],
     described: dict[str, Any],
     files: Mapping[str, bytes] | None = None,
+    distributed: bool = True,
 ) -> Path:
     """Save a checkpoint and publish it as ``folder/step-NNNNNNNN``; called by all ranks together.
 
@@ -53,6 +56,8 @@ def save(
         folder: the run's checkpoint folder.
         progress: plain values; ``progress["step"]`` names the checkpoint. RNG states are added.
         described: what the manifest says the checkpoint is of (model, data, mesh); ``load`` callers compare it.
+        distributed: shards of every rank, or one file from rank 0, which holds the whole state in host memory then; the
+            strategy's ``save_distributed_checkpoint`` must say the same.
         files: rank 0's, that travel with the weights: name -> content.
 
     Returns:
@@ -69,13 +74,15 @@ def save(
     final = folder / f"step-{progress['step']:08d}"
     partial = folder / f".{final.name}.partial"
     if fabric.is_global_zero:
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+        partial.mkdir(parents=True)
     state = {"model": model, "optimizer": optimizer, "progress": {**progress, "rng": _all_rng_states()}}
     fresh = not optimizer.state
     fabric.barrier()
     problem = None
     try:
-        fabric.save(partial, state)  # ends with a barrier: every shard is written
+        # ends with a barrier: every shard is written, or the one file
+        fabric.save(partial if distributed else partial / ONE_FILE, state)
     except CheckpointException as error:  # of the shards: every rank has it
         problem = "; ".join(f"rank {rank}: {reason[0]}" for rank, reason in error.failures.items())
     except Exception as error:  # of meta.pt: rank 0 alone, while the others wait at the barrier
@@ -182,7 +189,7 @@ def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimize
     """
     configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "progress": {}}
-    fabric.load(path, state, weights_only=True)
+    fabric.load(_loadable(path), state, weights_only=True)
     for group, values in zip(optimizer.param_groups, configured, strict=True):
         group.update(values)
     if state["progress"]["step"] == 0:
@@ -196,7 +203,13 @@ def load(fabric: Fabric, path: str | Path, model: nn.Module, optimizer: Optimize
 
 def load_model(fabric: Fabric, path: str | Path, model: nn.Module) -> None:
     """Load the weights alone of a checkpoint of any mesh into a sharded model; called by all ranks together."""
-    fabric.load(path, {"model": model}, weights_only=True)
+    fabric.load(_loadable(path), {"model": model}, weights_only=True)
+
+
+def _loadable(path: str | Path) -> Path:
+    """What of a checkpoint Fabric loads: the folder of shards, or the one file."""
+    one = Path(path) / ONE_FILE
+    return one if one.is_file() else Path(path)
 
 
 def assets(path: str | Path) -> dict[str, Path]:
@@ -259,7 +272,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         files = manifest["files"]
         whole = manifest["own_sha256"] == _own_sha256(manifest)
         whole = whole and all(type(manifest[key]) is int for key in ("step", "samples", "tokens"))
-        whole = whole and {".metadata", "meta.pt"} <= files.keys() and any(n.endswith(".distcp") for n in files)
+        shards = {".metadata", "meta.pt"} <= files.keys() and any(name.endswith(".distcp") for name in files)
+        whole = whole and (shards or ONE_FILE in files)
         whole = whole and all(isinstance(manifest[part], dict) for part in ("model", "data"))
         whole = whole and all(isinstance(manifest.get(part) or {}, dict) for part in ("mesh", "source"))
         whole = whole and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files)

@@ -461,6 +461,14 @@ def _die(point: str) -> None:
 
 def digest_of(checkpoint: str) -> dict[str, str]:
     """sha256 of every tensor in a checkpoint, weights and both moments, and its progress; read without a mesh."""
+    one = Path(checkpoint) / "checkpoint.pt"
+    if one.is_file():
+        content = torch.load(one, weights_only=True)
+        state = {f"model.{name}": tensor for name, tensor in content["model"].items()}
+        for name, moments in content["optimizer"]["state"].items():
+            state |= {f"optimizer.state.{name}.{kind}": tensor for kind, tensor in moments.items()}
+        found = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in state.items()}
+        return found | {key: str(content["progress"][key]) for key in ("step", "samples", "tokens")}
     reader = dcp.FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
     state = {
@@ -567,3 +575,27 @@ def saves_that_fail(folder: str) -> dict:
     fabric.barrier()
     dist.destroy_process_group()
     return answer
+
+
+def loaded_and_saved(mesh_shape: tuple[int, int], path: str, folder: str) -> None:
+    """Load a checkpoint on a mesh and save it again, in shards, without a step in between."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def cut(model, mesh):
+        parallelize(model, mesh)
+        model.to_empty(device="cpu")
+        init_weights(model, 99, write_shard)
+        return model
+
+    data, tensor = mesh_shape
+    fabric = Fabric(accelerator="cpu", devices=data * tensor, strategy=ModelParallelStrategy(cut, data, tensor))
+    fabric.launch()
+    with fabric.init_module(empty_init=True):
+        model = Llama(LlamaConfig.from_dict(checkpoints.read_manifest(path)["model"]))
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(fabric_train.make_optimizer(model, fabric_train.OptimizerOptions()))
+    progress = checkpoints.load(fabric, path, model, optimizer)
+    checkpoints.save(fabric, folder, model, optimizer, progress, {"model": {}, "data": {}})
+    fabric.barrier()
+    dist.destroy_process_group()

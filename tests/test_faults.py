@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import shutil
 import signal
@@ -292,3 +293,49 @@ def test_remote_folders_are_refused(group, tokens, tmp_path, option, monkeypatch
     code, said = jobs.refused([*call(tmp_path / "run", tokens), f"--{option}", "s3://bucket/run"])
     assert code == 2 and "remote folders are not supported" in said
     assert not list(tmp_path.iterdir())
+
+
+# before the next test: what loads in this process start threads, and a child that is forked later can hang on them
+def test_one_file_killed_resumed_and_exported(group, tokens, undisturbed, tmp_path):
+    """Complete or absent; the run ends as the undisturbed one; other tools read it as they read shards."""
+    from checkpoints.convert import CheckpointWeights
+
+    out = tmp_path / "run"
+    arguments = call(out, tokens, **{"checkpoints.distributed": False})
+    assert group.run(1, jobs.fork_and_train, arguments, "in meta.pt") == [-signal.SIGKILL]
+    assert [step for step, _ in checkpoints.steps(out / "checkpoints")] == [3]
+    assert group.run(1, jobs.fork_and_train, arguments) == [0]
+    path = checkpoints.latest(out / "checkpoints")
+    digests = jobs.digest_of(str(path))
+    common = undisturbed.keys() & digests.keys()
+    assert sum(".exp_avg" in key for key in common) > 20
+    assert {key: digests[key] for key in common} == {key: undisturbed[key] for key in common}
+    weights = CheckpointWeights(path)
+    assert weights.config.parameters == sum(weights.read(name).numel() for name in weights._stored)
+
+
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("saved", MESHES)
+def test_one_file_holds_what_the_shards_hold_on_every_mesh(group, tokens, tmp_path, saved):
+    """Both forms of a checkpoint, of 2 steps of one mesh, resumed on each other mesh for no step that changes anything:
+    every tensor, both moments and the position are bit-equal in what that mesh saves. Shards and one file alike."""
+    data, tensor = saved
+    options = {"data.global_batch_size": 12, "parallel.tensor": tensor, "optimizer.decay_steps": 9, "log.every": 3}
+    expected = None
+    for distributed in (True, False):
+        out = tmp_path / f"{distributed}"
+        first = options | {"steps": 2, "checkpoints.distributed": distributed}
+        group.run(data * tensor, jobs.training, call(out, tokens, **first))
+        path = checkpoints.latest(out / "checkpoints")
+        assert (path / "checkpoint.pt").exists() is not distributed
+        digests = jobs.digest_of(str(path))
+        shapes = {key: value for key, value in digests.items() if not key.startswith("optimizer.param_groups")}
+        expected = expected or shapes
+        assert shapes == expected
+    other = MESHES[(MESHES.index(saved) + 1) % len(MESHES)]
+    found = group.run(math.prod(other), jobs.loaded_and_saved, other, str(path), str(tmp_path / "again"))
+    assert found == [None] * math.prod(other)
+    again = jobs.digest_of(str(tmp_path / "again" / "step-00000002"))
+    assert {key: again.get(key) for key in expected} == expected
