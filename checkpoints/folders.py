@@ -74,7 +74,8 @@ def save(
     final = folder / f"step-{progress['step']:08d}"
     partial = folder / f".{final.name}.partial"
     if fabric.is_global_zero:
-        shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+        if partial.exists():  # of a save that was killed
+            shutil.rmtree(partial)
         partial.mkdir(parents=True)
     state = {"model": model, "optimizer": optimizer, "progress": {**progress, "rng": _all_rng_states()}}
     fresh = not optimizer.state

@@ -49,11 +49,11 @@ def _serve(rank: int, connection, log: str) -> None:
 
 
 class Group:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, world: int = WORLD) -> None:
         context = mp.get_context("spawn")
-        self.logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
+        self.logs = [folder / f"rank{rank}.log" for rank in range(world)]
         self.connections, self.processes = [], []
-        for rank in range(WORLD):
+        for rank in range(world):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, there, str(self.logs[rank])), daemon=True)
             process.start()
@@ -104,6 +104,15 @@ def group(tmp_path_factory):
     yield group
     group.stop()
     assert [process.exitcode for process in group.processes] == [0] * WORLD
+
+
+@pytest.fixture(scope="session")
+def forker(tmp_path_factory):
+    """One process that runs nothing itself, so that it has no threads: to fork runs from."""
+    group = Group(tmp_path_factory.mktemp("forker"), world=1)
+    yield group
+    group.stop()
+    assert [process.exitcode for process in group.processes] == [0]
 
 
 @pytest.fixture(scope="session")

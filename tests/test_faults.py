@@ -52,14 +52,14 @@ POINTS = [
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at_each_point_of_a_save(group, tokens, undisturbed, tmp_path, point):
+def test_killed_at_each_point_of_a_save(forker, tokens, undisturbed, tmp_path, point):
     """The run goes on by itself and ends as the undisturbed one, to the last bit; nothing of the dead save is left."""
     out = tmp_path / "run"
     arguments = call(out, tokens)
-    assert group.run(1, jobs.fork_and_train, arguments, point) == [-signal.SIGKILL]
+    assert forker.run(1, jobs.fork_and_train, arguments, point) == [-signal.SIGKILL]
     steps = [step for step, _ in checkpoints.steps(out / "checkpoints")]
     assert steps == {"after the rename": [3, 6], "in retention": [6]}.get(point, [3])
-    assert group.run(1, jobs.fork_and_train, arguments) == [0]
+    assert forker.run(1, jobs.fork_and_train, arguments) == [0]
     assert newest(out) == undisturbed
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000009"]
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
@@ -295,16 +295,15 @@ def test_remote_folders_are_refused(group, tokens, tmp_path, option, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-# before the next test: what loads in this process start threads, and a child that is forked later can hang on them
-def test_one_file_killed_resumed_and_exported(group, tokens, undisturbed, tmp_path):
+def test_one_file_killed_resumed_and_exported(forker, tokens, undisturbed, tmp_path):
     """Complete or absent; the run ends as the undisturbed one; other tools read it as they read shards."""
     from checkpoints.convert import CheckpointWeights
 
     out = tmp_path / "run"
     arguments = call(out, tokens, **{"checkpoints.distributed": False})
-    assert group.run(1, jobs.fork_and_train, arguments, "in meta.pt") == [-signal.SIGKILL]
+    assert forker.run(1, jobs.fork_and_train, arguments, "in meta.pt") == [-signal.SIGKILL]
     assert [step for step, _ in checkpoints.steps(out / "checkpoints")] == [3]
-    assert group.run(1, jobs.fork_and_train, arguments) == [0]
+    assert forker.run(1, jobs.fork_and_train, arguments) == [0]
     path = checkpoints.latest(out / "checkpoints")
     digests = jobs.digest_of(str(path))
     common = undisturbed.keys() & digests.keys()
